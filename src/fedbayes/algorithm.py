@@ -1,0 +1,139 @@
+"""The contract: what an algorithm is, what a client holds, and what may leave it.
+
+An algorithm is one file under `algorithms/`: four NamedTuples (`Server`, `Local`, `Down`, `Up`) and a frozen dataclass of
+hyper-parameters whose methods are pure functions of them. Everything else in fedbayes (the simulator, the wire, Flower,
+evaluation) is written against this page alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from typing import Annotated, Any, Generic, NamedTuple, Self, TypeVar
+
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+
+from fedbayes.errors import UserError
+
+
+class Data(NamedTuple):
+    """One client's rows, padded to a length that several clients share.
+
+    Rows whose mask is False do not exist: nothing that an algorithm computes may depend on them.
+    """
+
+    x: Shaped[Array, "n ..."]
+    y: Shaped[Array, " n"]
+    mask: Bool[Array, " n"]
+
+
+class Reduce(enum.Enum):
+    """What the server may learn of one field of `Up`."""
+
+    MEAN = "mean"  # sum_i weight_i x_i / sum_i weight_i: a secure sum is enough
+    SUM = "sum"  # sum_i x_i: a secure sum is enough
+    STACK = "stack"  # every x_i apart: the server sees individuals
+
+
+T = TypeVar("T")
+Mean = Annotated[T, Reduce.MEAN]
+Sum = Annotated[T, Reduce.SUM]
+Stack = Annotated[T, Reduce.STACK]
+
+Params = Any
+"""A pytree of arrays, as a network's `init` returns it: nested dicts of named arrays."""
+
+ServerT = TypeVar("ServerT")
+LocalT = TypeVar("LocalT")
+DownT = TypeVar("DownT")
+UpT = TypeVar("UpT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
+    """A frozen dataclass of hyper-parameters whose methods are pure functions of pytrees.
+
+    The fields of `Up` declare how they are reduced: `Mean`, `Sum` or `Stack`. A field named `weight`, declared `Sum`, weighs
+    the `Mean` fields; without one, every client counts the same. There is no side channel: what the server should see is a
+    field of `Up`.
+    """
+
+    @abc.abstractmethod
+    def init_server(self, key: PRNGKeyArray) -> ServerT:
+        """The server's state before round 1."""
+
+    @abc.abstractmethod
+    def init_local(self, key: PRNGKeyArray) -> LocalT:
+        """What a client keeps; never sent."""
+
+    @abc.abstractmethod
+    def broadcast(self, key: PRNGKeyArray, server: ServerT) -> DownT:
+        """What every client of the round receives."""
+
+    @abc.abstractmethod
+    def client(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Data) -> tuple[UpT, LocalT]:
+        """One client's round."""
+
+    @abc.abstractmethod
+    def server(self, key: PRNGKeyArray, server: ServerT, down: DownT, up: UpT) -> ServerT:
+        """The next server state, from `Up` with each field reduced as declared."""
+
+    @abc.abstractmethod
+    def adapt(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Data) -> LocalT:
+        """Fit a client that may never have trained; nothing is sent."""
+
+    @abc.abstractmethod
+    def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """S posterior draws of the likelihood's parameters."""
+
+    def planned(self, rounds: int) -> Self:
+        """This algorithm with every schedule that has no length of its own set to `rounds`."""
+        return _planned(self, rounds)
+
+
+D = TypeVar("D")
+
+
+def _planned(config: D, rounds: int) -> D:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if isinstance(value, Schedule) and value.rounds is None:
+            changes[field.name] = dataclasses.replace(value, rounds=rounds)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            planned = _planned(value, rounds)
+            if planned is not value:
+                changes[field.name] = planned
+    return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A step size over the rounds of a run: `lr`, multiplied by `factor` at each fraction of the run in `at`.
+
+    >>> s = Schedule(lr=0.1, at=(0.5, 0.75), rounds=100)
+    >>> [round(float(s(r)), 4) for r in (1, 50, 51, 76)]
+    [0.1, 0.1, 0.01, 0.001]
+    """
+
+    lr: float = 0.1
+    """Step size in the first round."""
+    at: tuple[float, ...] = ()
+    """Fractions of the run after which the step size is multiplied by `factor`."""
+    factor: float = 0.1
+    """The multiplier at each of them."""
+    rounds: int | None = None
+    """Length of the schedule; by default the rounds of the run."""
+
+    def __call__(self, round: Any) -> Float[Array, ""]:
+        """The step size of a round, counted from 1; `round` may be traced."""
+        import jax.numpy as jnp
+
+        if not self.at:
+            return jnp.float32(self.lr)
+        if self.rounds is None:
+            raise UserError("the schedule decays but has no length; call algorithm.planned(rounds) or set Schedule.rounds")
+        boundaries = jnp.array([int(fraction * self.rounds) for fraction in self.at])
+        passed = jnp.sum(jnp.asarray(round) > boundaries)
+        return jnp.float32(self.lr) * jnp.float32(self.factor) ** passed.astype(jnp.float32)
