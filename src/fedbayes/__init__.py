@@ -1,0 +1,85 @@
+"""Bayesian federated learning on JAX: shared and personal posteriors over data that stays where it is.
+
+Names are loaded when they are first used, so that `import fedbayes` and `fedbayes --help` do not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedbayes import data, models
+    from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Schedule, Stack, Sum
+    from fedbayes.algorithms.fedavg import FedAvg
+    from fedbayes.algorithms.fedbabu import FedBABU
+    from fedbayes.algorithms.fedper import FedPer
+    from fedbayes.algorithms.fedprox import FedProx
+    from fedbayes.assess import assess
+    from fedbayes.data import Clients
+    from fedbayes.errors import UserError
+    from fedbayes.models import network
+    from fedbayes.runs import Fit, simulate
+    from fedbayes.simulate import Simulation
+    from fedbayes.training import Training
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Algorithm": "algorithm",
+    "Clients": "data",
+    "Data": "algorithm",
+    "FedAvg": "algorithms.fedavg",
+    "FedBABU": "algorithms.fedbabu",
+    "FedPer": "algorithms.fedper",
+    "FedProx": "algorithms.fedprox",
+    "Fit": "runs",
+    "Mean": "algorithm",
+    "Reduce": "algorithm",
+    "Schedule": "algorithm",
+    "Simulation": "simulate",
+    "Stack": "algorithm",
+    "Sum": "algorithm",
+    "Training": "training",
+    "UserError": "errors",
+    "assess": "assess",
+    "network": "models",
+    "simulate": "runs",
+}
+_MODULES = ("data", "models")
+
+__all__ = [
+    "Algorithm",
+    "Clients",
+    "Data",
+    "FedAvg",
+    "FedBABU",
+    "FedPer",
+    "FedProx",
+    "Fit",
+    "Mean",
+    "Reduce",
+    "Schedule",
+    "Simulation",
+    "Stack",
+    "Sum",
+    "Training",
+    "UserError",
+    "assess",
+    "data",
+    "models",
+    "network",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"fedbayes.{_WHERE[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"fedbayes.{name}")
+    raise AttributeError(f"module 'fedbayes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,103 @@
+"""FedAvg: federated averaging (McMahan et al. 2017, Algorithm 1), personalised by fine-tuning.
+
+    client:  w_i ← w, then E epochs of SGD on its own mean loss F_i(w_i) = −1/n_i Σ log p(y | x, w_i)
+    server:  w ← Σ_i n_i w_i / Σ_i n_i          (uniform=True: the plain mean)
+
+Nothing stays on a client while it trains. `adapt` fine-tunes a copy of w that the client keeps (FedAvg+, Jiang et al. 2019).
+
+References:
+    McMahan, Moore, Ramage, Hampson, Agüera y Arcas. Communication-efficient learning of deep networks from decentralized
+    data. AISTATS 2017. — Jiang, Konečný, Rush, Kannan. Improving federated learning personalization via model agnostic
+    meta learning. 2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes.algorithm import Algorithm, Data, Mean, Params, Schedule, Sum
+from fedbayes.models import Model
+from fedbayes.training import Training, descend, fine_tune, mean_loss, rows
+
+
+class Server(NamedTuple):
+    """The model and the number of rounds behind it."""
+
+    params: Params
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """A fine-tuned model after `adapt`; nothing while training."""
+
+    params: Params | None
+
+
+class Down(NamedTuple):
+    """The model and this round's step size."""
+
+    params: Params
+    lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """The client's model after its local epochs, how many rows it has, and its training loss."""
+
+    params: Mean[Params]
+    weight: Sum[Float[Array, ""]]
+    loss: Mean[Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FedAvg(Algorithm[Server, Local, Down, Up]):
+    """Federated averaging, with fine-tuning as `adapt`.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> FedAvg(mlp((64,), Categorical(10))).train.batch
+    50
+    """
+
+    model: Model
+    """The network and its likelihood."""
+    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
+    """A client's round."""
+    personal: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    """Fine-tuning of the whole model in `adapt`."""
+    uniform: bool = False
+    """Whether every client counts the same, instead of by its rows."""
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """w at random."""
+        return Server(self.model.init(key), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray) -> Local:
+        """Nothing."""
+        return Local(None)
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """w and the round's step size."""
+        return Down(server.params, self.train.schedule(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Local epochs from w."""
+        def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            return mean_loss(self.model, w, batch)
+
+        params, loss = descend(F, down.params, self.train, down.lr, key, data)
+        return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The weighted mean."""
+        return Server(up.params, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Fine-tune a copy of w."""
+        return Local(fine_tune(self.model, self.personal, key, down.params, data))
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """One draw: the client's model, or w where it has none."""
+        return self.model.apply(down.params if local.params is None else local.params, x)[None]

@@ -1,0 +1,124 @@
+"""FedBABU: body aggregation and body update (Oh et al. 2022, Algorithm 1).
+
+    w = (body, head); the head stays at its random start through all of training
+    client:  body_i ← body, then E epochs of SGD on F_i(body_i, head)
+    server:  body ← mean over the participants of body_i          (each counts the same)
+    adapt:   fine-tune body and head on the client's rows
+
+`part` chooses what `adapt` fine-tunes: "full" (the paper's main setting), "body" or "head" (its Table 4).
+
+Reference:
+    Oh, Kim, Yun. FedBABU: Toward enhanced representation for federated image classification. ICLR 2022.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, Data, Mean, Params, Schedule
+from fedbayes.models import Model
+from fedbayes.training import Training, descend, mean_loss
+
+
+class Server(NamedTuple):
+    """The body, the head as it was drawn, and the number of rounds behind them."""
+
+    body: Params
+    head: Params
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """A fine-tuned model after `adapt`; nothing while training."""
+
+    params: Params | None
+
+
+class Down(NamedTuple):
+    """The body, the fixed head, and this round's step size."""
+
+    body: Params
+    head: Params
+    lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """The client's body after its local epochs and its training loss."""
+
+    body: Mean[Params]
+    loss: Mean[Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FedBABU(Algorithm[Server, Local, Down, Up]):
+    """The body is learnt together under a head that nobody trains; personalisation fine-tunes both.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> FedBABU(mlp((64,), Categorical(10))).train.schedule.at
+    (0.5, 0.75)
+    """
+
+    model: Model
+    """The network and its likelihood."""
+    head: tuple[str, ...] = ("head",)
+    """Paths of the part that is not trained."""
+    head_scale: float = 1.0
+    """The head's kernel at its start is multiplied by this."""
+    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1, at=(0.5, 0.75)), momentum=0.9)
+    """A client's round."""
+    personal: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    """Fine-tuning in `adapt`."""
+    part: Literal["full", "body", "head"] = "full"
+    """What `adapt` fine-tunes."""
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """Body and head at random."""
+        head, body = trees.split(self.model.init(key), self.head)
+        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        return Server(body, head, jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray) -> Local:
+        """Nothing."""
+        return Local(None)
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """Body, head and the round's step size."""
+        return Down(server.body, server.head, self.train.schedule(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Local epochs on the body alone."""
+        body, loss = self._fit(down.body, down.head, self.train, down.lr, key, data)
+        return Up(body, loss), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The mean body."""
+        return Server(up.body, server.head, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Fine-tune the whole model, or the part of it that `part` says."""
+        full = trees.merge(down.body, down.head)
+        moving, fixed = {
+            "full": (full, jax.tree.map(lambda _: None, full)),
+            "body": (down.body, down.head),
+            "head": (down.head, down.body),
+        }[self.part]
+        lr = self.personal.schedule(1)
+        return Local(trees.merge(self._fit(moving, fixed, self.personal, lr, key, data)[0], fixed))
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """One draw: the client's model, or the shared one where it has none."""
+        return self.model.apply(trees.merge(down.body, down.head) if local.params is None else local.params, x)[None]
+
+    def _fit(
+        self, moving: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+    ) -> tuple[Params, Float[Array, ""]]:
+        def F(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            return mean_loss(self.model, trees.merge(moving, fixed), batch)
+
+        return descend(F, moving, training, lr, key, data)

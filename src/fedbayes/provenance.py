@@ -1,0 +1,99 @@
+"""Which inputs each output of a program depends on, and which it copies: a walk over the jaxpr.
+
+`depends` errs on the side of too much, `copies` follows an input through every primitive that only moves numbers about
+(reshape, slice, gather, concatenate, select …), so a leaf that is sent under another shape is still found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from fedbayes import trees
+
+MOVES = frozenset(
+    "reshape transpose squeeze expand_dims broadcast_in_dim convert_element_type reduce_precision copy copy_p slice "
+    "dynamic_slice dynamic_update_slice gather scatter concatenate pad rev select_n sort stop_gradient optimization_barrier "
+    "bitcast_convert_type device_put split".split()
+)
+
+
+class Flow(NamedTuple):
+    """Where the numbers of one variable come from, by the names of the inputs."""
+
+    depends: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+
+
+def trace(function: Callable[..., Any], inputs: dict[str, Any]) -> list[Flow]:
+    """The flow of each leaf of `function(*inputs.values())`, in the order of its leaves.
+
+    >>> x = jax.ShapeDtypeStruct((3,), "float32")
+    >>> trace(lambda a, b: (a.sum() * b, a[::-1]), {"a": x, "b": x})
+    [Flow(depends=('a', 'b'), copies=()), Flow(depends=('a',), copies=('a',))]
+    """
+    closed = jax.make_jaxpr(function)(*inputs.values())
+    # One by one: a dict as a pytree would sort its keys, and the arguments are in the order given.
+    names = [f"{name}/{path}".rstrip("/") for name, tree in inputs.items() for path in trees.named(tree)]
+    return _walk(closed.jaxpr, [Flow((name,), (name,)) for name in names])
+
+
+def _join(*flows: Flow) -> Flow:
+    depends = {name for flow in flows for name in flow.depends}
+    copies = {name for flow in flows for name in flow.copies}
+    return Flow(tuple(sorted(depends)), tuple(sorted(copies)))
+
+
+def _walk(jaxpr: Any, arguments: Sequence[Flow]) -> list[Flow]:
+    flows: dict[Any, Flow] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(variable: Any) -> Flow:
+        return Flow() if isinstance(variable, core.Literal) else flows.get(variable, Flow())
+
+    for equation in jaxpr.eqns:
+        sources = [read(variable) for variable in equation.invars]
+        for variable, flow in zip(equation.outvars, _apply(equation, sources), strict=True):
+            flows[variable] = flow
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _apply(equation: Any, sources: list[Flow]) -> list[Flow]:
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        constants, carries = params["num_consts"], params["num_carry"]
+        head, carry, rest = sources[:constants], sources[constants : constants + carries], sources[constants + carries :]
+        return _fixpoint(params["jaxpr"].jaxpr, head, carry, rest)
+    if name == "while":
+        test, body = params["cond_nconsts"], params["body_nconsts"]
+        head, carry = sources[test : test + body], sources[test + body :]
+        while True:
+            after = _fixpoint(params["body_jaxpr"].jaxpr, head, carry, [])
+            # How often the body runs depends on the test, so every result does.
+            stop = _walk(params["cond_jaxpr"].jaxpr, [*sources[:test], *after])[0].depends
+            grown = [_join(flow, Flow(depends=stop)) for flow in after]
+            if grown == carry:
+                return grown
+            carry = grown
+    if name == "cond":
+        branches = [_walk(branch.jaxpr, sources[1:]) for branch in params["branches"]]
+        return [_join(*flows, Flow(depends=sources[0].depends)) for flows in zip(*branches, strict=True)]
+    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+    if inner is not None:
+        jaxpr = getattr(inner, "jaxpr", inner)
+        if len(jaxpr.invars) == len(sources) and len(jaxpr.outvars) == len(equation.outvars):
+            return _walk(jaxpr, sources)
+    everything = _join(*sources)
+    moved = everything.copies if name in MOVES else ()
+    return [Flow(everything.depends, moved) for _ in equation.outvars]
+
+
+def _fixpoint(jaxpr: Any, head: list[Flow], carry: list[Flow], rest: list[Flow]) -> list[Flow]:
+    while True:
+        outputs = _walk(jaxpr, [*head, *carry, *rest])
+        grown = [_join(before, after) for before, after in zip(carry, outputs[: len(carry)], strict=True)]
+        if grown == carry:
+            return [*grown, *outputs[len(carry) :]]
+        carry = grown

@@ -1,0 +1,111 @@
+"""What clients keep between rounds, outside the process's heap: one file of equal records, two for each client.
+
+A record is written to the slot that the last checkpoint does not need, so a run that is killed at any moment finds in the
+other one what each client had then: of its two slots, the newer one that is not newer than the checkpoint. Memory is twelve
+bytes a client, whatever a record's size.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from fedbayes import trees
+from fedbayes.errors import UserError
+
+Local = TypeVar("Local")
+
+
+class States(Generic[Local]):
+    """The local states of `count` clients; one that was never written has `fresh`."""
+
+    def __init__(self, fresh: Local, count: int, folder: Path | None = None) -> None:
+        leaves, self._treedef = jax.tree.flatten(jax.device_get(fresh))
+        self._leaves = [np.asarray(leaf) for leaf in leaves]
+        self._record = trees.size(self._leaves)
+        self._count = count
+        self._committed = 0
+        if folder is None:
+            self._states, self._tags = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
+        written = np.frombuffer(os.pread(self._tags.fileno(), count * 8, 0), np.int32)
+        self._rounds = np.zeros((count, 2), np.int32)
+        self._rounds.reshape(-1)[: written.size] = written
+        self._newest = np.zeros(count, np.int32)
+
+    def rewind(self, round: int) -> None:
+        """Make the states those of a checkpoint at `round`: whatever was written later does not count."""
+        self._committed = round
+        self._rounds[self._rounds > round] = 0
+        _write(self._tags.fileno(), self._rounds.tobytes(), 0)
+        self._newest = np.argmax(self._rounds, axis=1).astype(np.int32)
+
+    def commit(self, round: int) -> None:
+        """Put the states up to `round` on the disk; a checkpoint of that round may be written after this."""
+        os.fsync(self._states.fileno())
+        os.fsync(self._tags.fileno())
+        self._committed = round
+
+    def get(self, ids: np.ndarray, slots: int | None = None) -> Local:
+        """The states of some clients, stacked, padded with `fresh` to `slots` of them."""
+        slots = len(ids) if slots is None else slots
+        stacked = [np.broadcast_to(leaf, (slots, *leaf.shape)).copy() for leaf in self._leaves]
+        if self._record:
+            for place, client in enumerate(ids):
+                slot = self._newest[client]
+                if self._rounds[client, slot]:
+                    record = os.pread(self._states.fileno(), self._record, self._offset(client, slot))
+                    start = 0
+                    for array, leaf in zip(stacked, self._leaves, strict=True):
+                        array[place] = np.frombuffer(record, leaf.dtype, leaf.size, start).reshape(leaf.shape)
+                        start += leaf.nbytes
+        return jax.tree.unflatten(self._treedef, stacked)  # type: ignore[no-any-return]
+
+    def put(self, ids: np.ndarray, states: Local, round: int) -> None:
+        """Write the first `len(ids)` of the stacked states as those after `round`."""
+        if not self._record:
+            return
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(states)]
+        for place, client in enumerate(ids):
+            slot = int(self._newest[client])
+            if self._rounds[client, slot] and self._rounds[client, slot] <= self._committed:
+                slot = 1 - slot
+            # The tag goes first: a record that is half written belongs to a round that no checkpoint has.
+            tag = np.int32(round).tobytes()
+            _write(self._tags.fileno(), tag, (client * 2 + slot) * 4)
+            record = b"".join(np.ascontiguousarray(leaf[place]).tobytes() for leaf in leaves)
+            _write(self._states.fileno(), record, self._offset(client, slot))
+            self._rounds[client, slot] = round
+            self._newest[client] = slot
+
+    def trained(self) -> np.ndarray:
+        """Which clients have a state of their own."""
+        return self._rounds.any(axis=1)  # type: ignore[no-any-return]
+
+    def _offset(self, client: int, slot: int) -> int:
+        return (int(client) * 2 + int(slot)) * self._record
+
+    def __del__(self) -> None:
+        for file in (getattr(self, "_states", None), getattr(self, "_tags", None)):
+            if file is not None:
+                file.close()
+
+
+def _open(path: Path) -> Any:
+    return open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  # closed in States.__del__
+
+
+def _write(file: int, content: bytes, offset: int) -> None:
+    try:
+        done = os.pwrite(file, content, offset)
+    except OSError as problem:
+        raise UserError(f"the clients' states cannot be written: {problem.strerror}; free some space and resume") from None
+    if done != len(content):
+        raise UserError("the clients' states cannot be written: the disk is full; free some space and resume")

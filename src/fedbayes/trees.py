@@ -1,0 +1,89 @@
+"""Pytrees: names of leaves, splitting by path, and a few reductions over whole trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from fedbayes.algorithm import Params
+from fedbayes.errors import UserError
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Each leaf by its path.
+
+    >>> sorted(named({"body": {"0": 1.0}, "head": (2.0, 3.0)}))
+    ['body/0', 'head/0', 'head/1']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def split(tree: Params, prefixes: Sequence[str]) -> tuple[Params, Params]:
+    """The leaves whose path starts with one of the prefixes, and the others; `merge` puts them together again.
+
+    Both have the shape of `tree` with None where a leaf is in the other one, so neither holds what it should not send.
+
+    >>> split({"body": 1.0, "head": 2.0}, ["head"])
+    ({'body': None, 'head': 2.0}, {'body': 1.0, 'head': None})
+    """
+    paths = list(named(tree))
+    for prefix in prefixes:
+        if not any(_under(path, prefix) for path in paths):
+            raise UserError(f"no parameter lies under {prefix!r}; the network has {', '.join(paths)}")
+    inside = [any(_under(path, prefix) for prefix in prefixes) for path in paths]
+    if all(inside):
+        raise UserError(f"{', '.join(prefixes)} covers every parameter of the network, so nothing is left to share")
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = [leaf if yes else None for leaf, yes in zip(leaves, inside, strict=True)]
+    others = [None if yes else leaf for leaf, yes in zip(leaves, inside, strict=True)]
+    return treedef.unflatten(chosen), treedef.unflatten(others)
+
+
+def _under(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(prefix.rstrip("/") + "/")
+
+
+def merge(one: Params, other: Params) -> Params:
+    """The inverse of `split`.
+
+    >>> merge(*split({"body": 1.0, "head": 2.0}, ["head"]))
+    {'body': 1.0, 'head': 2.0}
+    """
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
+
+
+def squared_distance(one: Params, other: Params) -> Float[Array, ""]:
+    """Sum over all leaves of (one − other)²."""
+    terms = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), one, other)
+    return jax.tree.reduce(jnp.add, terms, jnp.float32(0))
+
+
+def finite(tree: Any) -> Bool[Array, ""]:
+    """Whether every number in every floating leaf is finite."""
+    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack(flags).all() if flags else jnp.bool_(True)
+
+
+def select(condition: Bool[Array, ""], yes: Any, no: Any) -> Any:
+    """`yes` where the condition holds, else `no`, leaf by leaf."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def zeros(tree: Any) -> Any:
+    """Zeros with the shapes and dtypes of `tree`, whose leaves may be ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def size(tree: Any) -> int:
+    """Bytes of all leaves."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def shapes(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` would return, as ShapeDtypeStructs; nothing is computed."""
+    return jax.eval_shape(function, *arguments)

@@ -1,0 +1,101 @@
+"""What is sent: the manifest of a round, where each uploaded leaf comes from, and the bytes themselves.
+
+Nothing here knows an engine. The manifest is read off shapes alone, provenance off the program (its jaxpr), so both hold for
+every run of the algorithm and not for one that was watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from fedbayes import provenance, reduce, trees
+from fedbayes.algorithm import Algorithm, Data
+from fedbayes.errors import UserError
+
+PRIVATE = ("local", "data")
+
+
+class Leaf(NamedTuple):
+    """One array of a message."""
+
+    message: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    reduction: str
+    depends: tuple[str, ...]
+    copies: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size on the wire."""
+        return int(np.prod(self.shape, dtype=int)) * np.dtype(self.dtype).itemsize
+
+
+def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data) -> list[Leaf]:
+    """Every array that crosses in one round, from the shapes of one client's `data`; nothing is computed."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server = jax.eval_shape(algorithm.init_server, key)
+    local = jax.eval_shape(algorithm.init_local, key)
+    down = jax.eval_shape(algorithm.broadcast, key, server)
+    data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
+    up = jax.eval_shape(algorithm.client, key, down, local, data)[0]
+    kinds = reduce.declared(type(up))
+    flows = provenance.trace(
+        lambda *arguments: algorithm.client(*arguments)[0], {"key": key, "down": down, "local": local, "data": data}
+    )
+    rows = [Leaf("down", path, leaf.shape, str(leaf.dtype), "", (), ()) for path, leaf in trees.named(down).items()]
+    for (path, leaf), flow in zip(trees.named(up).items(), flows, strict=True):
+        kind = kinds[path.split("/")[0]].value
+        rows.append(Leaf("up", path, leaf.shape, str(leaf.dtype), kind, tuple(flow.depends), tuple(flow.copies)))
+    return rows
+
+
+def check(leaves: Sequence[Leaf]) -> None:
+    """Refuse an algorithm that sends a leaf of `Local` or of the data as it is, whole or in parts."""
+    for leaf in leaves:
+        private = [source for source in leaf.copies if source.split("/")[0] in PRIVATE]
+        if private:
+            raise UserError(
+                f"the upload {leaf.path!r} holds {', '.join(private)} as it is, which must not leave a client; "
+                "send a statistic of it, or declare it a part of the model"
+            )
+
+
+def pack(tree: Any, metadata: dict[str, str] | None = None) -> bytes:
+    """A pytree as safetensors bytes, each array under its path.
+
+    >>> unpack(pack({"a": np.ones(2, np.float32)}), {"a": np.zeros(2, np.float32)}, "example")
+    {'a': array([1., 1.], dtype=float32)}
+    """
+    arrays = {path: np.ascontiguousarray(leaf) for path, leaf in trees.named(tree).items()}
+    return safetensors.numpy.save(arrays, metadata)
+
+
+def unpack(content: bytes, template: Any, what: str, *, finite: bool = False) -> Any:
+    """The pytree that `pack` wrote, checked against a template's names, shapes and dtypes (and finite values)."""
+    try:
+        arrays = safetensors.numpy.load(content)
+    except (safetensors.SafetensorError, ValueError, KeyError) as problem:
+        raise UserError(f"{what} cannot be read ({problem}); it is damaged or not a fedbayes file") from None
+    expected = trees.named(template)
+    if missing := sorted(set(expected) - set(arrays)):
+        raise UserError(f"{what} lacks {', '.join(missing)}; it was written for another algorithm or network")
+    if extra := sorted(set(arrays) - set(expected)):
+        raise UserError(f"{what} holds {', '.join(extra)}, which this algorithm does not declare")
+    for path, leaf in expected.items():
+        array = arrays[path]
+        if array.shape != tuple(leaf.shape) or array.dtype != leaf.dtype:
+            raise UserError(
+                f"{what}: {path} is {array.dtype}{list(array.shape)} where {leaf.dtype}{list(leaf.shape)} is expected; "
+                "it was written for another network or data set"
+            )
+        if finite and np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+            raise UserError(f"{what}: {path} holds numbers that are not finite")
+    return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in expected])
