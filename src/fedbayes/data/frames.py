@@ -1,0 +1,129 @@
+"""Tables with named columns: .csv, .tsv and .parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedbayes.data.tables import Options, Table, encode, nearest
+from fedbayes.errors import UserError
+
+CATEGORIES = 100
+"""A text column with more different values than this is taken for a name or a date, and refused."""
+
+
+def read_frame(path: Path, options: Options, name: str, categorical: Sequence[str] = ()) -> Table:
+    """A .csv, .tsv or .parquet file; all columns but the client's, the target and the test flag are features."""
+    return from_frame(_open(path), options, str(path), categorical)
+
+
+def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: Sequence[str] = ()) -> Table:
+    """The features, target and clients of a data frame; `where` is for messages.
+
+    >>> frame = pd.DataFrame({"site": ["a", "b", "b"], "age": [30, 40, 50], "sex": ["f", "m", "f"], "ill": ["no", "yes", "no"]})
+    >>> table = from_frame(frame, Options(client_column="site", target="ill"), "data")
+    >>> table.features, table.x.tolist(), table.y.tolist(), table.classes
+    (['age', 'sex=f', 'sex=m'], [[30.0, 1.0, 0.0], [40.0, 0.0, 1.0], [50.0, 1.0, 0.0]], [0, 1, 0], ('no', 'yes'))
+    """
+    frame = frame.rename(columns=str)
+    if options.target is None:
+        raise UserError(f"{where}: say which column to predict with --target; there is {', '.join(frame.columns[:20])}")
+    roles = [column for column in (options.target, options.client_column, options.test_column) if column is not None]
+    for column in (*roles, *options.ignore, *categorical):
+        if column not in frame.columns:
+            raise UserError(f"{where} has no column {column!r}: {nearest(column, frame.columns)}")
+    if len(set(roles)) < len(roles):
+        raise UserError(f"{where}: the target, the client column and the test column must differ; given {', '.join(roles)}")
+    for column in roles:
+        gaps = frame[column].isna().to_numpy()
+        if gaps.any() and options.missing != "drop":
+            raise UserError(
+                f"{where}: column {column!r} is missing in {int(gaps.sum())} rows, first in row {int(gaps.argmax())} (from 0); "
+                "it is never filled in: complete it or choose missing=drop"
+            )
+        frame = frame.loc[frame[column].notna()]
+    if not len(frame):
+        raise UserError(f"{where} has no rows")
+    chosen = [column for column in frame.columns if column not in roles and column not in options.ignore]
+    if not chosen:
+        raise UserError(f"{where} has no column left for features beside {', '.join(roles)}")
+    columns: list[np.ndarray] = []
+    features: list[str] = []
+    for column in chosen:
+        values, names = _feature(frame[column], column, where, column in categorical)
+        columns.append(values)
+        features += names
+    y, classes = encode(_plain(frame[options.target]), options.task, where, options.target)
+    return Table(
+        np.concatenate(columns, axis=1),
+        y,
+        client=None if options.client_column is None else _plain(frame[options.client_column]),
+        is_test=None if options.test_column is None else _flags(frame[options.test_column], where),
+        classes=classes,
+        features=features,
+    )
+
+
+def _open(path: Path) -> pd.DataFrame:
+    try:
+        if ".parquet" in path.suffixes:
+            return pd.read_parquet(path, dtype_backend="numpy_nullable")
+        # Nullable types keep whole numbers whole where one is missing, so that they are still labels.
+        separator = "\t" if ".tsv" in path.suffixes else ","
+        return pd.read_csv(path, sep=separator, dtype_backend="numpy_nullable")
+    except pd.errors.EmptyDataError as error:
+        raise UserError(f"{path} is empty; expected a header and rows") from error
+    except (OSError, ValueError, EOFError) as error:  # pandas' and Arrow's errors are ValueErrors
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path} cannot be read ({reason}); it may be damaged, cut off or of another kind") from error
+
+
+def _feature(column: pd.Series[Any], name: str, where: str, categorical: bool) -> tuple[np.ndarray, list[str]]:
+    """One column of numbers, or one of 0 and 1 for each value of a categorical column; NaN where the value is missing."""
+    kind = column.dtype
+    if pd.api.types.is_bool_dtype(kind) or (pd.api.types.is_numeric_dtype(kind) and not categorical):
+        if pd.api.types.is_complex_dtype(kind):
+            raise UserError(f"{where}: column {name!r} is complex; expected numbers or text")
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
+            return column.to_numpy(np.float32, na_value=np.nan)[:, None], [name]
+    if pd.api.types.is_datetime64_any_dtype(kind) or pd.api.types.is_timedelta64_dtype(kind):
+        raise UserError(f"{where}: column {name!r} is a date; turn it into a number, such as days, or ignore it")
+    try:
+        codes, found = pd.factorize(column, sort=True)
+    except TypeError:
+        raise UserError(f"{where}: column {name!r} mixes kinds of values; expected numbers or text, or ignore it") from None
+    if len(found) > CATEGORIES or not all(isinstance(value, (str, int, float, np.number)) for value in found):
+        raise UserError(
+            f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; expected numbers or at "
+            f"most {CATEGORIES} categories: correct it or ignore it"
+        )
+    values = (codes[:, None] == np.arange(len(found))).astype(np.float32)
+    values[codes < 0] = np.nan
+    return values, [f"{name}={value:g}" if isinstance(value, (float, np.floating)) else f"{name}={value}" for value in found]
+
+
+def _plain(column: pd.Series[Any]) -> np.ndarray:
+    """A complete column as an array of numbers, truth values or text."""
+    if pd.api.types.is_bool_dtype(column.dtype):
+        return np.asarray(column.to_numpy(bool))
+    if pd.api.types.is_integer_dtype(column.dtype):
+        return np.asarray(column.to_numpy(np.int64))
+    if pd.api.types.is_float_dtype(column.dtype):
+        return np.asarray(column.to_numpy(np.float64))
+    return np.asarray(column.astype(str).to_numpy(dtype=str))
+
+
+def _flags(column: pd.Series[Any], where: str) -> np.ndarray:
+    values = _plain(column)
+    words = np.char.lower(values) if values.dtype.kind == "U" else values.astype(float).astype(int).astype(str)
+    known = {"true": True, "1": True, "test": True, "false": False, "0": False, "train": False}
+    unknown = [word for word in np.unique(words) if word not in known]
+    if unknown:
+        raise UserError(
+            f"{where}: test column {column.name!r} has {unknown[0]!r}; expected true and false, 1 and 0, or test and train"
+        )
+    return np.array([known[word] for word in words])

@@ -1,0 +1,137 @@
+"""`Table`: rows as a source has them, and the steps from there to clients that all sources share."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from fedbayes.data.partitions import FORMS, Partition, follow, iid, parse
+from fedbayes.errors import UserError
+
+Missing = Literal["refuse", "mean", "drop"]
+Task = Literal["classification", "regression", "counts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user says about the columns of a source."""
+
+    client_column: str | None = None
+    target: str | None = None
+    test_column: str | None = None
+    ignore: tuple[str, ...] = ()
+    missing: Missing | None = None
+    task: Task | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """Rows as a source has them, before they are clients."""
+
+    x: np.ndarray
+    y: np.ndarray
+    client: np.ndarray | None = None
+    """Any value for each row; None where the source has no clients of its own."""
+    names: np.ndarray | None = None
+    """Names of the clients, if `client` is positions in them."""
+    is_test: np.ndarray | None = None
+    """For each row; None where the source has no test rows of its own."""
+    unseen: np.ndarray | None = None
+    """For each row: it belongs to a client that never trains."""
+    classes: Sequence[str] | np.ndarray | None = None
+    features: Sequence[str] | None = None
+    coarse: np.ndarray | None = None
+    """The coarse label of each label."""
+    partition: str | None = None
+    """The partition if the user names none."""
+    clients: int = 20
+    """The number of clients of a partition if the user gives none."""
+    pooled: bool | None = None
+    """One shift and scale for all columns."""
+    missing: Missing = "refuse"
+    """What to do with missing values if the user says nothing."""
+
+    def rows(self, keep: np.ndarray) -> Table:
+        """The rows where `keep` is True."""
+        whole = {name: getattr(self, name) for name in ("x", "y", "client", "is_test", "unseen")}
+        return dataclasses.replace(self, **{name: array[keep] for name, array in whole.items() if array is not None})
+
+    def complete(self, name: str) -> Table:
+        """The rows without a missing feature."""
+        if self.x.dtype.kind != "f":
+            return self
+        keep = ~np.isnan(self.x).reshape(len(self.x), -1).any(1)
+        if not keep.any():
+            raise UserError(f"{name}: every row has a missing value, none is left; use missing=mean or ignore some columns")
+        return self.rows(keep)
+
+    def divided(self, partition: str | None, clients: int | None, seed: int, name: str) -> Table:
+        """The rows with a client each: by a partition if one is given, else the source's own."""
+        if partition is None and self.client is not None:
+            if clients is not None:
+                raise UserError(
+                    f"{name}: has clients of its own, so their number cannot be set to {clients}; leave it out or choose a "
+                    f"partition: {', '.join(FORMS.values())}"
+                )
+            return self
+        chosen = partition or self.partition
+        if chosen is None:
+            raise UserError(
+                f"{name}: nothing says which rows belong to which client; name the column with --client-column, or divide the "
+                f"rows with --partition: {', '.join(FORMS.values())}"
+            )
+        N = self.clients if clients is None else clients
+        client = _assign(parse(chosen), self.y, self.is_test, N, seed, self.coarse)
+        return dataclasses.replace(self, client=client, names=np.arange(N).astype(str), unseen=None)
+
+
+def _assign(
+    partition: Partition, y: np.ndarray, is_test: np.ndarray | None, clients: int, seed: int, coarse: np.ndarray | None
+) -> np.ndarray:
+    if is_test is None:
+        return partition(y, clients, seed, coarse)
+    client = np.empty(len(y), np.int64)
+    client[~is_test] = partition(y[~is_test], clients, seed, coarse)
+    if y.dtype.kind == "f":
+        client[is_test] = iid(y[is_test], clients, seed)
+    else:
+        client[is_test] = follow(y[~is_test], client[~is_test], y[is_test], clients, seed)
+    return client
+
+
+def encode(values: np.ndarray, task: Task | None, name: str, what: str = "y") -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """A target as labels with the names of their classes, or as floats.
+
+    Without a task, text and truth values are classes, whole numbers are labels that must be 0..k-1, floats are numeric.
+
+    >>> encode(np.array(["no", "yes", "no"]), None, "data")
+    (array([0, 1, 0], dtype=int32), ('no', 'yes'))
+    >>> encode(np.array([3, 5]), "regression", "data")
+    (array([3., 5.], dtype=float32), None)
+    """
+    text = values.dtype.kind not in "biuf"
+    if task in ("regression", "counts"):
+        if text:
+            raise UserError(f"{name}: the target {what} is text, such as {str(values[0])!r}; task={task} needs numbers")
+        numbers = values.astype(np.float32)
+        if task == "counts" and ((numbers < 0) | (numbers != np.rint(numbers))).any():
+            raise UserError(f"{name}: the target {what} has values that are not counts; expected whole numbers from 0")
+        return numbers, None
+    if text or values.dtype.kind == "b" or task == "classification":
+        if values.dtype.kind == "f" and (values == np.rint(values)).all():
+            values = values.astype(np.int64)
+        found, labels = np.unique(values.astype(str) if text else values, return_inverse=True)
+        return labels.astype(np.int32), tuple(str(value) for value in found)
+    return values, None
+
+
+def nearest(word: str, choices: Iterable[Any]) -> str:
+    """A hint for a word that is not among the choices: the nearest, and all of them if they are few."""
+    words = [str(choice) for choice in choices]
+    near = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}there is {', '.join(words[:20])}{' …' if len(words) > 20 else ''}"
