@@ -7,7 +7,8 @@ Clients(digits: 10 clients, 1797 rows of (64,), 10 classes)
 """
 
 from fedbayes.data.clients import Clients
+from fedbayes.data.describe import describe, label_counts
 from fedbayes.data.sources import NAMES, load
 from fedbayes.data.synthetic import synthetic
 
-__all__ = ["NAMES", "Clients", "load", "synthetic"]
+__all__ = ["NAMES", "Clients", "describe", "label_counts", "load", "synthetic"]

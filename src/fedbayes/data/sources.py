@@ -93,9 +93,9 @@ NAMES = (*named.SETS, "synthetic")
 
 def _read(spec: str, path: Path, options: Options, name: str) -> Table:
     if spec.startswith("hub:"):
-        from fedbayes.data import hub
+        from fedbayes.data.hub import read as read_hub
 
-        return hub.read(spec.removeprefix("hub:"), options)
+        return read_hub(spec.removeprefix("hub:"), options)
     if spec in named.SETS:
         if options.client_column or options.target or options.test_column or options.ignore:
             raise UserError(

@@ -1,0 +1,110 @@
+"""What the clients are: how many, how large, which labels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedbayes.data.clients import Clients
+from fedbayes.data.rows import blocks
+
+SHOWN = 20
+"""Clients with a line of their own."""
+COLUMNS = 12
+"""Classes with a column of their own."""
+
+
+def label_counts(clients: Clients) -> np.ndarray:
+    """(N, k): how many rows of each class each client has.
+
+    >>> clients = Clients.build(np.ones((4, 1)), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
+    >>> label_counts(clients).tolist()
+    [[1, 1], [0, 2]]
+    """
+    if clients.classes is None:
+        raise ValueError("a numeric target has no labels to count")
+    N, k = len(clients), len(clients.classes)
+    counts = np.zeros((N, k), np.int64)
+    for start, labels in blocks(clients.y):
+        owners = np.searchsorted(clients.offsets, np.arange(start, start + len(labels)), side="right") - 1
+        counts += np.bincount(owners * k + labels, minlength=N * k).reshape(N, k)
+    return counts
+
+
+def describe(clients: Clients) -> str:
+    """A few lines on all clients, and a table with a line for each, or for the first ones if they are many.
+
+    >>> y = np.array([0, 1, 1, 0, 1, 0])
+    >>> clients = Clients.build(np.ones((6, 3)), y, np.array(list("aaaabb")), classes=["no", "yes"])
+    >>> print(describe(clients.hold_out(1)))
+    data: 2 clients, 1 of them unseen
+    6 rows with 3 features (float32), 4 for training and 2 for testing
+    rows per client: 2 to 4, median 3
+    target: 2 classes
+    <BLANKLINE>
+    client  train  test  no  yes
+    a           3     1   2    2
+    b *         1     1   1    1
+    all         4     2   3    3
+    * unseen: never trains
+    """
+    rows = np.diff(clients.offsets)
+    width = int(np.prod(clients.shape))
+    what = f"{width} features" if len(clients.shape) == 1 else f"shape {'x'.join(map(str, clients.shape))}"
+    unseen = f", {clients.unseen.sum()} of them unseen" if clients.unseen.any() else ""
+    lines = [
+        f"{clients.name}: {len(clients)} clients{unseen}",
+        f"{rows.sum()} rows with {what} ({clients.x.dtype}), {clients.train_counts.sum()} for training and "
+        f"{clients.test_counts.sum()} for testing",
+        f"rows per client: {rows.min()} to {rows.max()}, median {np.median(rows):g}",
+        f"target: {'numeric' if clients.classes is None else f'{len(clients.classes)} classes'}",
+        "",
+    ]
+    shown = len(clients) if len(clients) <= SHOWN else SHOWN - 2
+    if clients.classes is None:
+        header, cells, total = _numbers(clients, shown)
+    elif len(clients.classes) > COLUMNS:
+        header, cells, total = _many_classes(clients.classes, label_counts(clients), shown)
+    else:
+        counts = label_counts(clients)
+        header, cells, total = list(clients.classes), counts[:shown].astype(str).tolist(), counts.sum(0).astype(str).tolist()
+    names = [_short(str(name)) + (" *" if out else "") for name, out in zip(clients.names, clients.unseen, strict=True)]
+    table = [["client", "train", "test", *map(_short, header)]]
+    for i in range(shown):
+        table.append([names[i], str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]])
+    if shown < len(clients):
+        table.append([f"… {len(clients) - shown} more"] + [""] * (len(table[0]) - 1))
+    table.append(["all", str(clients.train_counts.sum()), str(clients.test_counts.sum()), *total])
+    lines += _aligned(table)
+    if any(name.endswith(" *") for name in names[:shown]):
+        lines.append("* unseen: never trains")
+    return "\n".join(lines)
+
+
+def _many_classes(classes: tuple[str, ...], counts: np.ndarray, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
+    def cells(row: np.ndarray) -> list[str]:
+        most = int(row.argmax())
+        return [str(np.count_nonzero(row)), classes[most], f"{row[most] / row.sum():.0%}"]
+
+    return ["classes", "most frequent", "share"], [cells(row) for row in counts[:shown]], cells(counts.sum(0))
+
+
+def _numbers(clients: Clients, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
+    def cells(y: np.ndarray) -> list[str]:
+        return [f"{value:.4g}" for value in (y.mean(), y.std(), y.min(), y.max())]
+
+    parts = [clients.y[clients.offsets[i] : clients.offsets[i + 1]] for i in range(shown)]
+    return ["mean", "deviation", "least", "most"], [cells(part) for part in parts], cells(clients.y)
+
+
+def _short(text: str, width: int = 20) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

@@ -1,0 +1,136 @@
+"""A picture of who has which labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl  # noqa: TID251
+import numpy as np
+from matplotlib.axes import Axes  # noqa: TID251
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: TID251
+from matplotlib.figure import Figure  # noqa: TID251
+
+from fedbayes.data import Clients, label_counts
+from fedbayes.errors import UserError
+
+NAMED = 40
+"""Up to so many clients have a line with their name; more are sorted by their most frequent label."""
+
+DRAWN = 1000
+"""Of more clients than this, so many are drawn: a page has no more lines."""
+
+TRAIN, TEST, UNSEEN = "#3b6fb6", "#a9c4e6", "#d9822b"
+
+
+def label_distribution(clients: Clients, path: Path | str) -> Path:
+    """Save a picture (.svg, .png or .pdf) of each client's labels and rows; of each client's targets if they are numbers.
+
+    On the left a row for each client and a column for each class, darker the larger the class's share of the client's rows; on
+    the right the client's number of rows.
+    """
+    path = Path(path)
+    few = len(clients) <= NAMED
+    counts = None if clients.classes is None else label_counts(clients)
+    order = np.arange(len(clients)) if few else (_by_median(clients) if counts is None else _by_label(counts))
+    if len(order) > DRAWN:
+        order = order[np.linspace(0, len(order) - 1, DRAWN).astype(int)]
+    height = 1.3 + (0.24 * len(clients) if few else 6.5)
+    classes = 12 if clients.classes is None else max(len(clients.classes), 5)
+    width = 3.4 + float(np.clip(0.38 * classes, 2.5, 9))
+    # Without pyplot there is no window and no state that another figure could see.
+    figure = Figure(figsize=(width, max(height, 2.6)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(width - 3.2, 2), 1.5])
+    if counts is None:
+        _targets(left, clients, order)
+    else:
+        _shares(left, figure, clients, counts[order])
+    _sizes(right, clients, order)
+    names = np.array([str(name) if len(str(name)) <= 18 else str(name)[:17] + "…" for name in clients.names])
+    if few:
+        left.set_yticks(range(len(clients)), labels=names[order].tolist())
+        for label, i in zip(left.get_yticklabels(), order, strict=True):
+            label.set_color(UNSEEN if clients.unseen[i] else "black")
+    else:
+        left.set_yticks([])
+        which = f"{len(order)} clients" if len(order) == len(clients) else f"{len(order)} of {len(clients)} clients"
+        left.set_ylabel(f"{which}, by their {'median' if counts is None else 'most frequent label'}")
+    left.set_ylim(len(order) - 0.5, -0.5)
+    unseen = f", {clients.unseen.sum()} unseen" if clients.unseen.any() else ""
+    figure.suptitle(f"{clients.name}: {len(clients)} clients{unseen}, {len(clients.x)} rows", fontsize=11)
+    try:
+        # Text stays text in an .svg; without a date and with a fixed salt the same clients give the same file.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedbayes"}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the picture {path} ({error}); give a path that ends in .svg, .png or .pdf") from error
+    return path
+
+
+def _by_label(counts: np.ndarray) -> np.ndarray:
+    most = counts.argmax(1)
+    return np.lexsort((-counts.max(1) / counts.sum(1), most))
+
+
+def _by_median(clients: Clients) -> np.ndarray:
+    rows = zip(clients.offsets[:-1], clients.offsets[1:], strict=True)
+    return np.argsort([np.median(clients.y[start:stop]) for start, stop in rows], kind="stable")
+
+
+def _shares(axes: Axes, figure: Figure, clients: Clients, counts: np.ndarray) -> None:
+    assert clients.classes is not None
+    share = counts / counts.sum(1, keepdims=True)
+    most = max(float(share.max()), 1e-9)
+    # A square root, so that a share of one in a hundred can be told from none.
+    mesh = axes.pcolormesh(
+        np.arange(counts.shape[1] + 1) - 0.5,
+        np.arange(len(counts) + 1) - 0.5,
+        np.ma.masked_equal(share, 0),
+        cmap="Blues",
+        norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=most),
+        edgecolors="white" if len(counts) <= NAMED and counts.shape[1] <= NAMED else "none",
+        linewidth=0.5,
+        rasterized=counts.size > 2000,
+    )
+    ticks = [tick for tick in (0.01, 0.1, 0.25, 0.5, 1.0) if tick <= most * 1.001]
+    bar = figure.colorbar(mesh, ax=axes, location="bottom", aspect=40, shrink=0.6, pad=0.03, ticks=ticks)
+    bar.ax.set_xticklabels([f"{tick:.0%}" for tick in ticks], fontsize=7)
+    bar.set_label("share of the client's rows", fontsize=8)
+    k = len(clients.classes)
+    step = max(1, -(-k // 62))
+    long = max(len(name) for name in clients.classes) * k > 60
+    axes.set_xticks(range(0, k, step), labels=[name[:16] for name in clients.classes[::step]])
+    axes.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False, rotation=90 if long else 0)
+    axes.tick_params(labelsize=5 if k > 30 else 8, axis="x", length=2)
+    axes.tick_params(labelsize=8, axis="y", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _targets(axes: Axes, clients: Clients, order: np.ndarray) -> None:
+    """The middle nine tenths, the middle half and the median of each client's targets."""
+    parts = [clients.y[clients.offsets[i] : clients.offsets[i + 1]] for i in order]
+    low, first, median, third, high = np.array([np.quantile(part, [0.05, 0.25, 0.5, 0.75, 0.95]) for part in parts]).T
+    y = np.arange(len(order))
+    thick = float(np.clip(160 / len(order), 0.6, 7))
+    axes.hlines(y, low, high, color=TEST, linewidth=thick / 3)
+    axes.hlines(y, first, third, color=TRAIN, linewidth=thick)
+    axes.plot(median, y, "o", color="white", markeredgecolor="black", markersize=min(4, thick + 1), markeredgewidth=0.5)
+    axes.set_xlabel("target: median, middle half and middle 90 %", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _sizes(axes: Axes, clients: Clients, order: np.ndarray) -> None:
+    y = np.arange(len(order))
+    train, test, unseen = clients.train_counts[order], clients.test_counts[order], clients.unseen[order]
+    thick = 0.75 if len(order) <= NAMED else 1.0
+    axes.barh(y, train, height=thick, color=np.where(unseen, UNSEEN, TRAIN).tolist())
+    axes.barh(y, test, left=train, height=thick, color=np.where(unseen, "#f0c79c", TEST).tolist())
+    axes.tick_params(axis="y", left=False, labelleft=False)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.locator_params(axis="x", nbins=3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    handles = [mpl.patches.Patch(color=TRAIN, label="training"), mpl.patches.Patch(color=TEST, label="test")]
+    handles += [mpl.patches.Patch(color=UNSEEN, label="unseen")] if unseen.any() else []
+    axes.legend(handles=handles, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1)
+    axes.set_xlabel("rows", fontsize=8)
