@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedbabu import FedBABU
     from fedbayes.algorithms.fedper import FedPer
     from fedbayes.algorithms.fedprox import FedProx
-    from fedbayes.assess import assess
     from fedbayes.data import Clients
     from fedbayes.errors import UserError
     from fedbayes.models import network
     from fedbayes.runs import Fit, simulate
-    from fedbayes.simulate import Simulation
+    from fedbayes.simulator import Simulation
+    from fedbayes.stances import assess
     from fedbayes.training import Training
 
 __version__ = "0.1.0"
@@ -37,12 +37,12 @@ _WHERE = {
     "Mean": "algorithm",
     "Reduce": "algorithm",
     "Schedule": "algorithm",
-    "Simulation": "simulate",
+    "Simulation": "simulator",
     "Stack": "algorithm",
     "Sum": "algorithm",
     "Training": "training",
     "UserError": "errors",
-    "assess": "assess",
+    "assess": "stances",
     "network": "models",
     "simulate": "runs",
 }

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
+from fedbayes.algorithm import Data
 from fedbayes.models import Bernoulli, Categorical, Likelihood, Normal, Poisson
 
 BINS = 15
@@ -27,26 +28,29 @@ BINS = 15
 class Score(NamedTuple):
     """Sums over test rows. For labels the error is 0 or 1; for numbers it is squared."""
 
-    rows: Float[Array, "*clients"]
-    error: Float[Array, "*clients"]
-    log_score: Float[Array, "*clients"]
-    brier: Float[Array, "*clients"]  # for numbers: the continuous ranked probability score of a normal with the same moments
-    total: Float[Array, "*clients"]  # predictive entropy; for numbers: variance
-    epistemic: Float[Array, "*clients"]  # mutual information; for numbers: variance of the mean
-    bin_rows: Float[Array, "*clients bins"]
-    bin_confidence: Float[Array, "*clients bins"]
-    bin_hits: Float[Array, "*clients bins"]
+    rows: Float[Array | np.ndarray, "*clients"]
+    error: Float[Array | np.ndarray, "*clients"]
+    log_score: Float[Array | np.ndarray, "*clients"]
+    brier: Float[ArrayLike, "*clients"]  # for numbers: CRPS of a normal with the same moments
+    total: Float[Array | np.ndarray, "*clients"]  # predictive entropy; for numbers: variance
+    epistemic: Float[Array | np.ndarray, "*clients"]  # mutual information; for numbers: variance of the mean
+    bin_rows: Float[Array | np.ndarray, "*clients bins"]
+    bin_confidence: Float[Array | np.ndarray, "*clients bins"]
+    bin_hits: Float[Array | np.ndarray, "*clients bins"]
 
 
-def score(
-    likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array, " n"], mask: Bool[Array, " n"]
-) -> Score:
+SHAPES = ((),) * 6 + ((BINS,),) * 3
+"""Of the fields of one client's `Score`."""
+
+
+def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array, " n"], mask: Bool[Array, " n"]) -> Score:
     """The score of S draws of the likelihood's parameters on rows `y`.
 
-    >>> from fedbayes.models import Categorical
-    >>> sure = jnp.array([[[9.0, 0.0], [0.0, 9.0]]])
-    >>> float(score(Categorical(2), sure, jnp.array([0, 0]), jnp.array([True, True])).error)
-    1.0
+        >>> from fedbayes.algorithm import Data
+    from fedbayes.models import Categorical
+        >>> sure = jnp.array([[[9.0, 0.0], [0.0, 9.0]]])
+        >>> float(score(Categorical(2), sure, jnp.array([0, 0]), jnp.array([True, True])).error)
+        1.0
     """
     function = _labels if isinstance(likelihood, Categorical | Bernoulli) else _numbers
     log_draws = likelihood.log_prob(draws, y)
@@ -85,7 +89,7 @@ def _labels(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]
     return 1 - hits, jnp.sum((mixture - truth) ** 2, axis=-1), total, epistemic, place, confidence, hits
 
 
-def _entropy(probabilities: Float[Array, "... k"]) -> Float[Array, "..."]:
+def _entropy(probabilities: Float[Array, "... k"]) -> Float[Array, ...]:
     return -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities), axis=-1)
 
 
@@ -182,27 +186,17 @@ def summary(scores: Score, numeric: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def blockwise(
-    predict: Callable[[Any], Float[Array, "s n k"]], likelihood: Likelihood, x: Any, y: Any, mask: Any, block: int
-) -> Score:
+def blockwise(predict: Callable[[Any], Float[Array, "s n k"]], likelihood: Likelihood, data: Data, block: int) -> Score:
     """The score of `predict` on rows in blocks, as many as the client has: padding costs nothing, memory is one block's."""
-    length = mask.shape[0]
+    length = data.mask.shape[0]
     block = min(block, length)
-    rows = jnp.sum(mask)
     pad = -length % block
-
-    def padded(leaf: Any) -> Any:
-        return jnp.pad(leaf, [(0, pad)] + [(0, 0)] * (leaf.ndim - 1)) if pad else leaf
-
-    x, y, mask = padded(x), padded(y), padded(mask)
-
-    def cut(leaf: Any, number: Any) -> Any:
-        return jax.lax.dynamic_slice_in_dim(leaf, number * block, block)
+    padded = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, pad)] + [(0, 0)] * (leaf.ndim - 1)), data) if pad else data
 
     def one(number: Any, done: Score) -> Score:
-        part = score(likelihood, predict(cut(x, number)), cut(y, number), cut(mask, number))
-        return jax.tree.map(jnp.add, done, part)
+        x, y, mask = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, number * block, block), padded)
+        return jax.tree.map(jnp.add, done, score(likelihood, predict(x), y, mask))
 
-    bins = jnp.zeros(BINS)
-    start = Score(*(jnp.float32(0),) * 6, bins, bins, bins)
-    return jax.lax.fori_loop(0, (rows + block - 1) // block, one, start)
+    start = Score(*(jnp.zeros(shape) for shape in SHAPES))
+    blocks = (jnp.sum(data.mask) + block - 1) // block
+    return jax.lax.fori_loop(0, blocks, one, start)

@@ -15,10 +15,13 @@ from jax.extend import core
 from fedbayes import trees
 
 MOVES = frozenset(
-    "reshape transpose squeeze expand_dims broadcast_in_dim convert_element_type reduce_precision copy copy_p slice "
-    "dynamic_slice dynamic_update_slice gather scatter concatenate pad rev select_n sort stop_gradient optimization_barrier "
-    "bitcast_convert_type device_put split".split()
+    {
+        *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "concatenate", "pad", "rev", "split", "sort"),
+        *("slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "select_n", "stop_gradient", "device_put"),
+        *("copy", "copy_p", "convert_element_type", "bitcast_convert_type", "reduce_precision", "optimization_barrier"),
+    }
 )
+"""Primitives whose outputs hold their inputs' numbers as they are."""
 
 
 class Flow(NamedTuple):

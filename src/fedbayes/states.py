@@ -31,7 +31,7 @@ class States(Generic[Local]):
         self._count = count
         self._committed = 0
         if folder is None:
-            self._states, self._tags = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+            self._states, self._tags = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
@@ -66,7 +66,7 @@ class States(Generic[Local]):
                     for array, leaf in zip(stacked, self._leaves, strict=True):
                         array[place] = np.frombuffer(record, leaf.dtype, leaf.size, start).reshape(leaf.shape)
                         start += leaf.nbytes
-        return jax.tree.unflatten(self._treedef, stacked)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(self._treedef, stacked)
 
     def put(self, ids: np.ndarray, states: Local, round: int) -> None:
         """Write the first `len(ids)` of the stacked states as those after `round`."""
@@ -87,7 +87,7 @@ class States(Generic[Local]):
 
     def trained(self) -> np.ndarray:
         """Which clients have a state of their own."""
-        return self._rounds.any(axis=1)  # type: ignore[no-any-return]
+        return np.asarray(self._rounds.any(axis=1))
 
     def _offset(self, client: int, slot: int) -> int:
         return (int(client) * 2 + int(slot)) * self._record
@@ -99,7 +99,7 @@ class States(Generic[Local]):
 
 
 def _open(path: Path) -> Any:
-    return open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115  # closed in States.__del__
+    return open(path, "r+b" if path.exists() else "w+b", buffering=0)  # closed in States.__del__
 
 
 def _write(file: int, content: bytes, offset: int) -> None:

@@ -40,7 +40,7 @@ class Training:
 
     def optimiser(self, lr: Float[Array, ""]) -> optax.GradientTransformation:
         """Optax's SGD with these settings."""
-        sgd = optax.sgd(lr, momentum=self.momentum or None)  # type: ignore[arg-type]
+        sgd = optax.sgd(lr, momentum=self.momentum or None)
         return optax.chain(optax.add_decayed_weights(self.weight_decay), sgd) if self.weight_decay else sgd
 
 

@@ -41,7 +41,7 @@ def split(tree: Params, prefixes: Sequence[str]) -> tuple[Params, Params]:
     leaves, treedef = jax.tree.flatten(tree)
     chosen = [leaf if yes else None for leaf, yes in zip(leaves, inside, strict=True)]
     others = [None if yes else leaf for leaf, yes in zip(leaves, inside, strict=True)]
-    return treedef.unflatten(chosen), treedef.unflatten(others)
+    return jax.tree.unflatten(treedef, chosen), jax.tree.unflatten(treedef, others)
 
 
 def _under(path: str, prefix: str) -> bool:

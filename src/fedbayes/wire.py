@@ -6,6 +6,7 @@ every run of the algorithm and not for one that was watched.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ def pack(tree: Any, metadata: dict[str, str] | None = None) -> bytes:
     >>> unpack(pack({"a": np.ones(2, np.float32)}), {"a": np.zeros(2, np.float32)}, "example")
     {'a': array([1., 1.], dtype=float32)}
     """
-    arrays = {path: np.ascontiguousarray(leaf) for path, leaf in trees.named(tree).items()}
+    arrays = {path: np.asarray(leaf, order="C") for path, leaf in trees.named(tree).items()}
     return safetensors.numpy.save(arrays, metadata)
 
 
@@ -99,3 +100,9 @@ def unpack(content: bytes, template: Any, what: str, *, finite: bool = False) ->
         if finite and np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
             raise UserError(f"{what}: {path} holds numbers that are not finite")
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in expected])
+
+
+def metadata(content: bytes) -> dict[str, str]:
+    """The metadata that `pack` put into the bytes."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]).get("__metadata__", {})

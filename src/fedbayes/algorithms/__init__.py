@@ -28,4 +28,4 @@ def find(name: str) -> type[Any]:
         hint = f"did you mean {' or '.join(near)}" if near else f"choose one of {', '.join(REGISTRY)}"
         raise UserError(f"there is no algorithm {name!r}; {hint} (fedbayes list shows all)")
     module, cls, _ = REGISTRY[name]
-    return getattr(importlib.import_module(module), cls)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), cls)

@@ -1,0 +1,1 @@
+"""Engines other than this process."""

@@ -1,0 +1,1 @@
+"""Pictures and pages of data and runs."""

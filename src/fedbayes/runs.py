@@ -1,0 +1,355 @@
+"""A run and its folder: config, metrics, checkpoint, clients' states, result.
+
+    config.json              what was run; a resumed run must have the same
+    metrics.jsonl            one line a round, and one for each evaluation
+    checkpoint.safetensors   the server's state after a round, replaced atomically
+    local/                   what clients keep (see states.py)
+    scores.safetensors       each client's Score in each stance
+    result.json              the figures; its presence says that the run is finished
+
+A run that is killed at any moment and resumed ends with the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from fedbayes import __version__, wire
+from fedbayes.data.clients import Clients
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.simulator import AnyAlgorithm, Diverged, Round, Simulation
+from fedbayes.stances import STANCES, Evaluation, assess, no_scores
+
+SCHEMA = 1
+"""Of result.json; it grows when a field changes its meaning."""
+FILES = ("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json")
+
+Callback = Callable[[Simulation, Round], None]
+
+
+@dataclasses.dataclass
+class Fit:
+    """A finished simulation: its state, its history and how well it predicts."""
+
+    simulation: Simulation
+    evaluation: Evaluation
+    result: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return f"Fit({self.result['algorithm']}, {self.result['rounds']} rounds on {self.result['data']['name']})"
+
+    def draws(self, x: Any, client: str | None = None) -> Any:
+        """Posterior draws (S, n, k) of the likelihood's parameters for rows `x`, shared or of one client."""
+        simulation = self.simulation
+        if client is None:
+            local = simulation.fresh
+        else:
+            places = np.flatnonzero(simulation.data.names == client)
+            if not len(places):
+                raise UserError(f"there is no client {client!r}; the first are {', '.join(simulation.data.names[:5])}")
+            local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(places[:1]))
+        key = jax.random.key(simulation.seed)
+        return simulation.algorithm.predict(key, simulation.down(), local, x)
+
+
+def simulate(
+    algorithm: AnyAlgorithm,
+    data: Clients,
+    rounds: int = 100,
+    *,
+    cohort: int | float | None = None,
+    seed: int = 0,
+    dropout: float = 0.0,
+    clients: Literal["vmap", "loop"] = "vmap",
+    evaluate_every: int = 0,
+    stances: tuple[str, ...] = STANCES,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    checkpoint_every: int = 10,
+    callbacks: tuple[Callback, ...] = (),
+    config: dict[str, Any] | None = None,
+) -> Fit:
+    """Train `algorithm` over the clients for some rounds, then score every client.
+
+    Args:
+        algorithm: What to train.
+        data: The clients.
+        rounds: How many rounds; also the length of every schedule that has none of its own.
+        cohort: How many clients take part in a round, or which share; all by default.
+        seed: Of everything that is random.
+        dropout: Share of a cohort that does not answer.
+        clients: "vmap", or "loop" to run them one by one and see which step of which client fails.
+        evaluate_every: Score every client each so many rounds too, into the history.
+        stances: Which of global, personal and adapted to score.
+        folder: Where to keep the run; without one, nothing is written.
+        resume: Go on from the folder's checkpoint.
+        force: Start over in a folder that holds a run.
+        checkpoint_every: Rounds between checkpoints.
+        callbacks: Called with the simulation and the `Round` after each.
+        config: What else identifies the run, for config.json.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
+    >>> fit
+    Fit(FedAvg, 2 rounds on digits)
+    """
+    if rounds < 1:
+        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    algorithm = algorithm.planned(rounds)
+    settings: dict[str, Any] = {
+        "fedbayes": __version__,
+        "algorithm": type(algorithm).__name__,
+        "options": describe(algorithm),
+        "rounds": rounds,
+        "cohort": cohort,
+        "seed": seed,
+        "dropout": dropout,
+        "evaluate_every": evaluate_every,
+        "stances": list(stances),
+        "data": describe_data(data),
+        **(config or {}),
+    }
+    run = Run(Path(folder), settings, resume, force) if folder is not None else None
+    local = run.folder / "local" if run is not None else None
+    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, folder=local)
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        history = run.restore(simulation)
+        if run.finished:
+            return run.finished_fit(simulation, history)
+
+    def record(entry: dict[str, Any]) -> None:
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+
+    with _stop_after_round() as stopped:
+        while simulation.round < rounds:
+            try:
+                done = simulation.step()
+            except Diverged as problem:
+                if run is not None:
+                    run.checkpoint(simulation)
+                    raise Diverged(f"{problem} (the state after round {simulation.round} is kept in {run.folder})") from None
+                raise
+            record({"round": done.round, **done.metrics})
+            last = done.round == rounds
+            if evaluate_every and done.round % evaluate_every == 0 and not last:
+                record({"round": done.round, "evaluation": assess(simulation, stances).summary()})
+            for callback in callbacks:
+                callback(simulation, done)
+            if run is not None and (last or stopped() or done.round % checkpoint_every == 0):
+                run.checkpoint(simulation)
+            if stopped() and not last:
+                raise KeyboardInterrupt
+    evaluation = assess(simulation, stances)
+    figures = evaluation.summary()
+    record({"round": rounds, "evaluation": figures})
+    result = {"schema": SCHEMA, **settings, "metrics": figures}
+    if run is not None:
+        run.finish(result, evaluation)
+    return Fit(simulation, evaluation, result, history)
+
+
+class Run:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], resume: bool = False, force: bool = False) -> None:
+        self.folder, self.config = folder, json.loads(json.dumps(config))
+        self.finished = False
+        with _writing(folder):
+            if force:
+                self._clear()
+            existing = (folder / "config.json").exists()
+            if existing and not resume:
+                done = (folder / "result.json").exists()
+                state = "a finished run" if done else "an unfinished run"
+                hint = "--force starts over" if done else "--resume continues it, --force starts over"
+                raise UserError(f"{folder} holds {state}; {hint}, or choose another folder")
+            if existing:
+                self._same_config()
+                self.finished = (folder / "result.json").exists()
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                write(folder / "config.json", json.dumps(self.config, indent=2).encode())
+
+    def _clear(self) -> None:
+        for name in FILES:
+            (self.folder / name).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "local", ignore_errors=True)
+
+    def _same_config(self) -> None:
+        there = read_json(self.folder / "config.json")
+        different = sorted(name for name in {*there, *self.config} if there.get(name) != self.config.get(name))
+        if different:
+            name = different[0]
+            raise UserError(
+                f"{self.folder} is a run with another {', '.join(different)} ({name}: {_short(there.get(name))} there, "
+                f"{_short(self.config.get(name))} here); resume it with its own settings, or choose another folder"
+            )
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
+        with _writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def checkpoint(self, simulation: Simulation) -> None:
+        """Write the server's state; the clients' states reach the disk before it."""
+        with _writing(self.folder):
+            simulation.local.commit(simulation.round)
+            state = jax.device_get(simulation.state)
+            metadata = {"round": str(simulation.round), "sha256": _digest(state)}
+            write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
+
+    def restore(self, simulation: Simulation) -> list[dict[str, Any]]:
+        """Put the simulation where the checkpoint is, if there is one; returns the history up to it."""
+        path = self.folder / "checkpoint.safetensors"
+        if not path.exists():
+            simulation.local.rewind(0)
+            with _writing(self.folder):
+                (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            return []
+        content = path.read_bytes()
+        what = f"the checkpoint {path}"
+        state = wire.unpack(content, jax.device_get(simulation.state), what)
+        metadata = wire.metadata(content)
+        if metadata.get("sha256") != _digest(state):
+            raise UserError(f"{what} does not match its checksum: it is damaged; --force starts the run over")
+        simulation.state, simulation.round = jax.device_put(state), int(metadata["round"])
+        simulation.local.rewind(simulation.round)
+        history = []
+        with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.jsonl") as file:
+            for line in file:
+                with contextlib.suppress(json.JSONDecodeError):  # a line that was being written when the run was killed
+                    history.append(json.loads(line))
+        if not self.finished:
+            last = simulation.round
+            history = [entry for entry in history if entry["round"] <= last]
+            with _writing(self.folder):
+                write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
+        return history
+
+    def finish(self, result: dict[str, Any], evaluation: Evaluation) -> None:
+        """Write the figures; after this the run is finished."""
+        with _writing(self.folder):
+            write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
+            write(self.folder / "result.json", json.dumps(result, indent=2).encode())
+        self.finished = True
+
+    def finished_fit(self, simulation: Simulation, history: list[dict[str, Any]]) -> Fit:
+        """The fit of a finished run, from its files."""
+        path = self.folder / "scores.safetensors"
+        template = {stance: no_scores(len(simulation.data)) for stance in self.config["stances"]}
+        result = read_json(self.folder / "result.json")
+        scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
+        numeric = "rmse" in next(iter(next(iter(result["metrics"].values())).values()))
+        return Fit(simulation, Evaluation(simulation.round, scores, simulation.data.unseen, numeric), result, history)
+
+
+def describe(config: Any) -> Any:
+    """An algorithm's hyper-parameters as JSON; a network is named by what it is."""
+    if isinstance(config, Model):
+        return {"name": config.name, "likelihood": repr(config.likelihood)}
+    if dataclasses.is_dataclass(config):
+        return {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [describe(entry) for entry in config]
+    return config if isinstance(config, str | int | float | bool | None) else repr(config)
+
+
+def describe_data(data: Clients) -> dict[str, Any]:
+    """What the clients are, with a fingerprint of who has which labels, so that a run is not resumed on other data."""
+    digest = hashlib.sha256()
+    for array in (data.offsets, data.train_counts, data.unseen, data.shift, data.scale, data.y, data.x[:1], data.x[-1:]):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return {
+        "name": data.name,
+        "clients": len(data),
+        "unseen": int(data.unseen.sum()),
+        "rows": len(data.x),
+        "shape": list(data.shape),
+        "classes": len(data.classes) if data.classes is not None else None,
+        "fingerprint": digest.hexdigest()[:16],
+    }
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file atomically: whoever reads it finds the old content or the new, also after a crash."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of one of a run's JSON files."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}); it is damaged or not a file of a run") from None
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(
+            f"cannot write to {folder}: {problem.strerror}; what was written before is intact, "
+            "so make room or choose another folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def _stop_after_round() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C end the round that runs instead of breaking it; a second Ctrl-C breaks it."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _digest(state: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,105 @@
+"""Every client of a simulation, scored on its own test rows in three stances.
+
+global: `predict` with a fresh local state. personal: with the client's own. adapted: after `adapt` on its training rows.
+All clients are scored, not only those of the last round; those that were held out never trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from fedbayes import keys, trees
+from fedbayes.algorithm import Data
+from fedbayes.evaluate import SHAPES, Score, blockwise, is_numeric, summary
+from fedbayes.simulator import AnyAlgorithm, Simulation, for_each
+
+STANCES = ("global", "personal", "adapted")
+BLOCK = 128
+"""Test rows that are predicted at once."""
+CHUNK = 256
+"""Clients in one compiled call."""
+
+Ids = Int[Array, " slots"]
+
+
+class Evaluation(NamedTuple):
+    """One `Score` for each client and stance, and which clients were held out."""
+
+    round: int
+    scores: dict[str, Score]
+    unseen: np.ndarray
+    numeric: bool
+
+    def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """stance → participating or unseen → figure → rows, clients, spread, worst_tenth."""
+        found: dict[str, dict[str, Any]] = {}
+        for stance, scores in self.scores.items():
+            found[stance] = {}
+            for group, members in (("participating", ~self.unseen), ("unseen", self.unseen)):
+                if figures := summary(Score(*(value[members] for value in scores)), self.numeric):
+                    found[stance][group] = figures
+        return found
+
+
+def assess(
+    simulation: Simulation, stances: tuple[str, ...] = STANCES, progress: Callable[[int], None] | None = None
+) -> Evaluation:
+    """Score every client in the given stances, as the simulation stands now."""
+    data, algorithm = simulation.data, simulation.algorithm
+    key, down = keys.of_round(simulation.seed, simulation.round), simulation.down()
+    found = {stance: no_scores(len(data)) for stance in stances}
+    for bucket in simulation.buckets:
+        length = bucket.train_length + bucket.test_length
+        slots = simulation.slots(len(bucket.ids), length, CHUNK, trees.size(down))  # adapted states may be whole networks
+        for start in range(0, len(bucket.ids), slots):
+            ids = bucket.ids[start : start + slots]
+            padded = np.zeros(slots, np.uint32)
+            padded[: len(ids)] = ids
+            shared = (algorithm, simulation.width if simulation.mode == "vmap" else 1, key, down, padded, np.int32(len(ids)))
+            test = data.test(ids, bucket.test_length, slots)
+            local = simulation.local.get(ids, slots)
+            for stance in stances:
+                if stance == "global":
+                    state = jax.tree.map(lambda leaf, n=slots: np.broadcast_to(leaf, (n, *leaf.shape)), simulation.fresh)
+                elif stance == "personal":
+                    state = local
+                else:
+                    state = _adapt(*shared, local, data.train(ids, bucket.train_length, slots))
+                for column, value in zip(found[stance], _score(*shared, state, test), strict=True):
+                    column[ids] = np.asarray(value)[: len(ids)]
+            if progress is not None:
+                progress(len(ids))
+    return Evaluation(simulation.round, found, data.unseen, is_numeric(algorithm.model.likelihood))  # type: ignore[attr-defined]
+
+
+def no_scores(count: int) -> Score:
+    """Room for the scores of `count` clients."""
+    return Score(*(np.zeros((count, *shape), np.float32) for shape in SHAPES))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _adapt(
+    algorithm: AnyAlgorithm, width: int, key: PRNGKeyArray, down: Any, ids: Ids, count: Int[Array, ""], local: Any, data: Data
+) -> Any:
+    def one(id: Any, local: Any, data: Data) -> Any:
+        return algorithm.adapt(keys.fold(keys.fold(key, id), np.uint32(keys.ADAPT)), down, local, data)
+
+    return for_each(one, width, count, ids, local, data)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    algorithm: AnyAlgorithm, width: int, key: PRNGKeyArray, down: Any, ids: Ids, count: Int[Array, ""], local: Any, data: Data
+) -> Score:
+    def one(id: Any, local: Any, data: Data) -> Score:
+        draw = keys.fold(keys.fold(key, id), np.uint32(keys.PREDICT))
+        likelihood = algorithm.model.likelihood  # type: ignore[attr-defined]
+        return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood, data, BLOCK)
+
+    return for_each(one, width, count, ids, local, data)
