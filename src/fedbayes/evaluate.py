@@ -31,7 +31,7 @@ class Score(NamedTuple):
     rows: Float[Array | np.ndarray, "*clients"]
     error: Float[Array | np.ndarray, "*clients"]
     log_score: Float[Array | np.ndarray, "*clients"]
-    brier: Float[ArrayLike, "*clients"]  # for numbers: CRPS of a normal with the same moments
+    brier: Float[Array | np.ndarray, "*clients"]  # for numbers: CRPS of a normal with the same moments
     total: Float[Array | np.ndarray, "*clients"]  # predictive entropy; for numbers: variance
     epistemic: Float[Array | np.ndarray, "*clients"]  # mutual information; for numbers: variance of the mean
     bin_rows: Float[Array | np.ndarray, "*clients bins"]

@@ -65,7 +65,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
     """The network and its likelihood."""
     train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
     """A client's round."""
-    personal: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
@@ -97,7 +97,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of w."""
-        return Local(fine_tune(self.model, self.personal, key, down.params, data))
+        return Local(fine_tune(self.model, self.tune, key, down.params, data))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or w where it has none."""

@@ -72,7 +72,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     """The head's kernel at its start is multiplied by this."""
     train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1, at=(0.5, 0.75)), momentum=0.9)
     """A client's round."""
-    personal: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
     """Fine-tuning in `adapt`."""
     part: Literal["full", "body", "head"] = "full"
     """What `adapt` fine-tunes."""
@@ -108,8 +108,8 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
             "body": (down.body, down.head),
             "head": (down.head, down.body),
         }[self.part]
-        lr = self.personal.schedule(1)
-        return Local(trees.merge(self._fit(moving, fixed, self.personal, lr, key, data)[0], fixed))
+        lr = self.tune.schedule(1)
+        return Local(trees.merge(self._fit(moving, fixed, self.tune, lr, key, data)[0], fixed))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or the shared one where it has none."""

@@ -68,7 +68,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
     """Paths of the layers that stay with the client."""
     train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
     """A client's round."""
-    fit: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.01), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.01), momentum=0.9)
     """Fitting the personal layers in `adapt`."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -104,7 +104,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
         def F(personal: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, trees.merge(personal, down.shared), batch)
 
-        return Local(descend(F, local.personal, self.fit, self.fit.schedule(1), key, data)[0])
+        return Local(descend(F, local.personal, self.tune, self.tune.schedule(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the shared base under the client's own layers."""

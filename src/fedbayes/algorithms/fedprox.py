@@ -40,7 +40,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
     """Strength μ of the proximal term."""
     train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
     """A client's round."""
-    personal: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
     """Fine-tuning of the whole model in `adapt`, with the same pull."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
@@ -68,8 +68,8 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""
-        lr = self.personal.schedule(1)
-        return Local(descend(self._objective(down.params), down.params, self.personal, lr, key, data)[0])
+        lr = self.tune.schedule(1)
+        return Local(descend(self._objective(down.params), down.params, self.tune, lr, key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or w where it has none."""
