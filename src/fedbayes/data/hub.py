@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,13 @@ def read(name: str, options: Options) -> Table:
     """A data set of the hub, its train and test parts; the client column by default the one in `NATURAL`."""
     try:
         from flwr_datasets import FederatedDataset  # noqa: TID251  # here is where it is allowed
-        from flwr_datasets.partitioner import IidPartitioner  # noqa: TID251
     except ImportError as error:
         raise UserError(f"hub:{name} needs flwr-datasets, which is not installed; {INSTALL}") from error
     try:
-        # One partition is the whole part: who gets which row is decided here, as for every other source.
-        source = FederatedDataset(dataset=name, partitioners={"train": IidPartitioner(num_partitions=1)})
-        parts = [source.load_partition(0, "train")]
-        if "test" in source._dataset:
+        # Whole parts in their own order: who gets which row is decided here, as for every other source.
+        source = FederatedDataset(dataset=name, partitioners={"train": 1}, shuffle=False)
+        parts = [source.load_split("train")]
+        with contextlib.suppress(ValueError):  # there is no test part
             parts.append(source.load_split("test"))
     except Exception as error:  # the hub's errors have no common class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -92,14 +92,17 @@ def _is_array(part: Any, column: str) -> bool:
 
 
 def _stack(part: Any, column: str, where: str) -> np.ndarray:
-    rows = [np.asarray(value) for value in part[column][:]]
-    shapes = {row.shape for row in rows}
-    if len(shapes) > 1:
-        raise UserError(
-            f"{where}: column {column!r} has rows of {len(shapes)} shapes, such as {sorted(shapes)[:2]}; expected one"
-        )
-    x = np.stack(rows)
-    return x if x.dtype == np.uint8 else x.astype(np.float32)
+    """The rows of a column in one array, decoded one after the other: as images they would take several times the room."""
+    first = np.asarray(part[0][column])
+    x = np.empty((len(part), *first.shape), np.uint8 if first.dtype == np.uint8 else np.float32)
+    for i, row in enumerate(part.select_columns(column)):
+        value = np.asarray(row[column])
+        if value.shape != first.shape:
+            raise UserError(
+                f"{where}: column {column!r} has shape {value.shape} in row {i}, {first.shape} in row 0; expected one"
+            )
+        x[i] = value
+    return x
 
 
 def _columns(parts: list[Any], options: Options, where: str, target: str, client_column: str | None) -> Table:

@@ -101,7 +101,7 @@ def majority(labels: np.ndarray, clients: int, q: float = 0.9, seed: int = 0) ->
     """Clients of equal size; a share q of a client's rows has one label, the others are spread over the other labels.
 
     SFVI (Hassan et al. 2024) takes 10 or 50 clients and q = 0.9 on MNIST. Labels have main clients in proportion to their rows.
-    Rows that would make a client's share other than q are left out.
+    Clients are as large as the scarcest label allows; what remains is left out.
 
     >>> labels = np.arange(1000) % 10
     >>> client = majority(labels, clients=10, q=0.9)
@@ -114,8 +114,10 @@ def majority(labels: np.ndarray, clients: int, q: float = 0.9, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     mains = apportion(counts / counts.sum() * clients, rng)  # how many clients have this main label
-    size = int(min(len(labels) // clients, *(counts[mains > 0] / (mains[mains > 0] * q))))
-    own = int(min(round(q * size), *(counts[mains > 0] // mains[mains > 0])))
+    size = len(labels) // clients
+    while size and not _fits(counts, mains, size, round(q * size)):
+        size -= 1
+    own = round(q * size)
     if not own:
         raise UserError(f"majority:{q} leaves {clients} clients without rows of their label; take fewer clients")
     main = rng.permutation(np.repeat(np.arange(len(values)), mains))
@@ -202,6 +204,14 @@ def apportion(shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     largest = np.lexsort((rng.random(len(shares)), -np.round(shares - whole, 9)))
     whole[largest[:rest]] += 1
     return whole
+
+
+def _fits(counts: np.ndarray, mains: np.ndarray, size: int, own: int) -> bool:
+    """Whether there are enough rows of each main label, and then enough of the other labels for its clients."""
+    left = counts - mains * own
+    return bool(
+        (left >= 0).all() and (mains * (size - own) <= left.sum() - left).all() and mains.sum() * (size - own) <= left.sum()
+    )
 
 
 def _enough(labels: np.ndarray, clients: int, each: int, what: str = "") -> None:

@@ -8,6 +8,7 @@ import matplotlib as mpl  # noqa: TID251
 import numpy as np
 from matplotlib.axes import Axes  # noqa: TID251
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: TID251
+from matplotlib.collections import PolyCollection  # noqa: TID251
 from matplotlib.figure import Figure  # noqa: TID251
 
 from fedbayes.data import Clients, label_counts
@@ -19,7 +20,7 @@ NAMED = 40
 DRAWN = 1000
 """Of more clients than this, so many are drawn: a page has no more lines."""
 
-TRAIN, TEST, UNSEEN = "#3b6fb6", "#a9c4e6", "#d9822b"
+TRAIN, TEST, UNSEEN, UNSEEN_TEST = "#3b6fb6", "#a9c4e6", "#d9822b", "#f0c79c"
 
 
 def label_distribution(clients: Clients, path: Path | str) -> Path:
@@ -90,7 +91,7 @@ def _shares(axes: Axes, figure: Figure, clients: Clients, counts: np.ndarray) ->
         norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=most),
         edgecolors="white" if len(counts) <= NAMED and counts.shape[1] <= NAMED else "none",
         linewidth=0.5,
-        rasterized=counts.size > 2000,
+        rasterized=counts.size > 1600,
     )
     ticks = [tick for tick in (0.01, 0.1, 0.25, 0.5, 1.0) if tick <= most * 1.001]
     bar = figure.colorbar(mesh, ax=axes, location="bottom", aspect=40, shrink=0.6, pad=0.03, ticks=ticks)
@@ -112,9 +113,11 @@ def _targets(axes: Axes, clients: Clients, order: np.ndarray) -> None:
     low, first, median, third, high = np.array([np.quantile(part, [0.05, 0.25, 0.5, 0.75, 0.95]) for part in parts]).T
     y = np.arange(len(order))
     thick = float(np.clip(160 / len(order), 0.6, 7))
-    axes.hlines(y, low, high, color=TEST, linewidth=thick / 3)
-    axes.hlines(y, first, third, color=TRAIN, linewidth=thick)
-    axes.plot(median, y, "o", color="white", markeredgecolor="black", markersize=min(4, thick + 1), markeredgewidth=0.5)
+    many = len(order) > NAMED
+    axes.hlines(y, low, high, color=TEST, linewidth=thick / 3, rasterized=many)
+    axes.hlines(y, first, third, color=TRAIN, linewidth=thick, rasterized=many)
+    dot = {"markersize": min(4, thick + 1), "markeredgewidth": 0.5, "markeredgecolor": "black", "rasterized": many}
+    axes.plot(median, y, "o", color="white", **dot)
     axes.set_xlabel("target: median, middle half and middle 90 %", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -124,8 +127,13 @@ def _sizes(axes: Axes, clients: Clients, order: np.ndarray) -> None:
     y = np.arange(len(order))
     train, test, unseen = clients.train_counts[order], clients.test_counts[order], clients.unseen[order]
     thick = 0.75 if len(order) <= NAMED else 1.0
-    axes.barh(y, train, height=thick, color=np.where(unseen, UNSEEN, TRAIN).tolist())
-    axes.barh(y, test, left=train, height=thick, color=np.where(unseen, "#f0c79c", TEST).tolist())
+    for left, right, own, other in ((0 * train, train, TRAIN, UNSEEN), (train, train + test, TEST, UNSEEN_TEST)):
+        # One collection instead of a bar for each client, which takes seconds where they are many.
+        corners = np.array([[left, y - thick / 2], [left, y + thick / 2], [right, y + thick / 2], [right, y - thick / 2]])
+        colours = np.where(unseen, other, own).tolist()
+        bars = PolyCollection(list(corners.transpose(2, 0, 1)), facecolors=colours, rasterized=len(order) > NAMED)
+        axes.add_collection(bars)
+    axes.set_xlim(0, 1.05 * float((train + test).max()))
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.tick_params(axis="x", labelsize=8)
     axes.locator_params(axis="x", nbins=3)
