@@ -79,7 +79,8 @@ def read_npz(path: Path, options: Options, name: str) -> Table:
 def read_arrays(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """Arrays of an .npz file; never pickled objects."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here: NumPy leaves a file open that turns out to be damaged.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             for key in keys:
                 if key not in archive:
                     raise UserError(f"{path} has no array {key!r}: {nearest(key, archive.files)}")

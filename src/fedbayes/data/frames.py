@@ -124,6 +124,6 @@ def _flags(column: pd.Series[Any], where: str) -> np.ndarray:
     unknown = [word for word in np.unique(words) if word not in known]
     if unknown:
         raise UserError(
-            f"{where}: test column {column.name!r} has {unknown[0]!r}; expected true and false, 1 and 0, or test and train"
+            f"{where}: test column {column.name!r} has {str(unknown[0])!r}; expected true and false, 1 and 0, or test and train"
         )
     return np.array([known[word] for word in words])

@@ -154,16 +154,21 @@ def pachinko(
     rng = np.random.default_rng(seed)
     pools = [rng.permutation(np.flatnonzero(labels == fine)).tolist() for fine in range(len(coarse))]
     left = np.array([len(pool) for pool in pools])
-    groups = [np.flatnonzero(coarse == value) for value in np.unique(coarse)]
+    groups = np.unique(coarse, return_inverse=True)[1]
     client = np.full(len(labels), -1)
     for owner in range(clients):
-        root = rng.dirichlet(np.full(len(groups), alpha))
-        leaves = [rng.dirichlet(np.full(len(group), beta)) for group in groups]
-        for _ in range(len(labels) // clients):
-            above = _draw(root, np.array([left[group].sum() for group in groups]) > 0, rng)
-            fine = groups[above][_draw(leaves[above], left[groups[above]] > 0, rng)]
-            client[pools[fine].pop()] = owner
-            left[fine] -= 1
+        root = rng.dirichlet(np.full(groups.max() + 1, alpha))
+        leaves = np.empty(len(coarse))
+        for group in range(len(root)):
+            leaves[groups == group] = rng.dirichlet(np.full(np.count_nonzero(groups == group), beta))
+        need = len(labels) // clients
+        while need:
+            for fine in rng.choice(len(coarse), need, p=_path(root, leaves, groups, left > 0)):
+                client[pools[fine].pop()] = owner
+                left[fine] -= 1
+                need -= 1
+                if not left[fine]:
+                    break  # from here on the probabilities are others
     return client
 
 
@@ -245,12 +250,14 @@ def _top_up(client: np.ndarray, clients: int, minimum: int, rng: np.random.Gener
     return client
 
 
-def _draw(weights: np.ndarray, allowed: np.ndarray, rng: np.random.Generator) -> int:
-    weights = np.where(allowed, weights, 0.0)
-    if not weights.sum() > 0:  # what was likely has run out
-        weights = allowed.astype(float)
-    cumulative = np.cumsum(weights)
-    return int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right").clip(max=np.flatnonzero(weights)[-1]))
+def _path(root: np.ndarray, leaves: np.ndarray, groups: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Probability of each fine label: of its coarse label among those with rows left, times its own among its siblings."""
+    inner = np.where(alive, leaves, 0.0)
+    sums = np.bincount(groups, inner)
+    outer = np.where(sums > 0, root, 0.0)
+    if not outer.sum() > 0:  # what was likely has run out
+        outer = (sums > 0).astype(float)
+    return np.asarray((outer / outer.sum())[groups] * inner / np.where(sums > 0, sums, 1.0)[groups])
 
 
 FORMS = {

@@ -132,6 +132,7 @@ def encode(values: np.ndarray, task: Task | None, name: str, what: str = "y") ->
 def nearest(word: str, choices: Iterable[Any]) -> str:
     """A hint for a word that is not among the choices: the nearest, and all of them if they are few."""
     words = [str(choice) for choice in choices]
-    near = difflib.get_close_matches(word, words, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    folded = {choice.casefold(): choice for choice in words}
+    near = difflib.get_close_matches(word.casefold(), folded, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(folded[choice] for choice in near)}? " if near else ""
     return f"{hint}there is {', '.join(words[:20])}{' …' if len(words) > 20 else ''}"

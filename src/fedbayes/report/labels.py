@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl  # noqa: TID251
 import numpy as np
@@ -116,7 +117,12 @@ def _targets(axes: Axes, clients: Clients, order: np.ndarray) -> None:
     many = len(order) > NAMED
     axes.hlines(y, low, high, color=TEST, linewidth=thick / 3, rasterized=many)
     axes.hlines(y, first, third, color=TRAIN, linewidth=thick, rasterized=many)
-    dot = {"markersize": min(4, thick + 1), "markeredgewidth": 0.5, "markeredgecolor": "black", "rasterized": many}
+    dot: dict[str, Any] = {
+        "markersize": min(4, thick + 1),
+        "markeredgewidth": 0.5,
+        "markeredgecolor": "black",
+        "rasterized": many,
+    }
     axes.plot(median, y, "o", color="white", **dot)
     axes.set_xlabel("target: median, middle half and middle 90 %", fontsize=8)
     axes.tick_params(labelsize=8)
