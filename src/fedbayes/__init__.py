@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedbayes import data, models
-    from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Schedule, Stack, Sum
+    from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
     from fedbayes.algorithms.fedavg import FedAvg
     from fedbayes.algorithms.fedbabu import FedBABU
     from fedbayes.algorithms.fedper import FedPer
@@ -36,7 +36,6 @@ _WHERE = {
     "Fit": "runs",
     "Mean": "algorithm",
     "Reduce": "algorithm",
-    "Schedule": "algorithm",
     "Simulation": "simulator",
     "Stack": "algorithm",
     "Sum": "algorithm",
@@ -59,7 +58,6 @@ __all__ = [
     "Fit",
     "Mean",
     "Reduce",
-    "Schedule",
     "Simulation",
     "Stack",
     "Sum",

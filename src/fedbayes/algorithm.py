@@ -14,8 +14,6 @@ from typing import Annotated, Any, Generic, NamedTuple, Self, TypeVar
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
-from fedbayes.errors import UserError
-
 
 class Data(NamedTuple):
     """One client's rows, padded to a length that several clients share.
@@ -88,7 +86,7 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         """S posterior draws of the likelihood's parameters."""
 
     def planned(self, rounds: int) -> Self:
-        """This algorithm with every schedule that has no length of its own set to `rounds`."""
+        """This algorithm with every field `rounds` that is None, such as a schedule's length, set to the rounds of the run."""
         return _planned(self, rounds)
 
 
@@ -99,41 +97,10 @@ def _planned(config: D, rounds: int) -> D:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
-        if isinstance(value, Schedule) and value.rounds is None:
-            changes[field.name] = dataclasses.replace(value, rounds=rounds)
+        if field.name == "rounds" and value is None:
+            changes[field.name] = rounds
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             planned = _planned(value, rounds)
             if planned is not value:
                 changes[field.name] = planned
     return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """A step size over the rounds of a run: `lr`, multiplied by `factor` at each fraction of the run in `at`.
-
-    >>> s = Schedule(lr=0.1, at=(0.5, 0.75), rounds=100)
-    >>> [round(float(s(r)), 4) for r in (1, 50, 51, 76)]
-    [0.1, 0.1, 0.01, 0.001]
-    """
-
-    lr: float = 0.1
-    """Step size in the first round."""
-    at: tuple[float, ...] = ()
-    """Fractions of the run after which the step size is multiplied by `factor`."""
-    factor: float = 0.1
-    """The multiplier at each of them."""
-    rounds: int | None = None
-    """Length of the schedule; by default the rounds of the run."""
-
-    def __call__(self, round: Any) -> Float[Array, ""]:
-        """The step size of a round, counted from 1; `round` may be traced."""
-        import jax.numpy as jnp
-
-        if not self.at:
-            return jnp.float32(self.lr)
-        if self.rounds is None:
-            raise UserError("the schedule decays but has no length; call algorithm.planned(rounds) or set Schedule.rounds")
-        boundaries = jnp.array([int(fraction * self.rounds) for fraction in self.at])
-        passed = jnp.sum(jnp.asarray(round) > boundaries)
-        return jnp.float32(self.lr) * jnp.float32(self.factor) ** passed.astype(jnp.float32)

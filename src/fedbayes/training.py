@@ -17,7 +17,8 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Params, Schedule
+from fedbayes.algorithm import Data, Params
+from fedbayes.errors import UserError
 from fedbayes.models import Model
 
 Carry = TypeVar("Carry")
@@ -25,18 +26,46 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Minibatch SGD on one client's rows."""
+    """Minibatch SGD on one client's rows, with a step size that may decay over the rounds of a run.
+
+    >>> training = Training(lr=0.1, decay_at=(0.5, 0.75), rounds=100)
+    >>> [round(float(training.lr_of(number)), 4) for number in (1, 50, 51, 76)]
+    [0.1, 0.1, 0.01, 0.001]
+    """
 
     epochs: int = 1
     """Passes over the client's rows."""
     batch: int = 50
     """Rows in a minibatch; the last one of an epoch may hold fewer."""
-    schedule: Schedule = Schedule()
-    """Step size over the rounds."""
+    lr: float = 0.1
+    """Step size in the first round."""
     momentum: float = 0.0
     """Of SGD; starts at zero in each round."""
     weight_decay: float = 0.0
     """Added to the gradient, times the parameters."""
+    decay_at: tuple[float, ...] = ()
+    """Fractions of the run after which the step size is multiplied by `decay`."""
+    decay: float = 0.1
+    """The multiplier at each of them."""
+    rounds: int | None = None
+    """Length of the run that the fractions refer to; by default the rounds of the run."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 0), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}, but it is at least {least}")
+        if not self.lr >= 0 or not 0 <= self.momentum < 1:
+            raise UserError(f"lr is {self.lr} and momentum {self.momentum}; lr is not negative and momentum is below 1")
+
+    def lr_of(self, round: Any) -> Float[Array, ""]:
+        """The step size of a round, counted from 1; `round` may be traced."""
+        if not self.decay_at:
+            return jnp.float32(self.lr)
+        if self.rounds is None:
+            raise UserError("the step size decays but the run has no length; call algorithm.planned(rounds) first")
+        boundaries = jnp.array([int(fraction * self.rounds) for fraction in self.decay_at])
+        passed = jnp.sum(jnp.asarray(round) > boundaries)
+        return jnp.float32(self.lr) * jnp.float32(self.decay) ** passed.astype(jnp.float32)
 
     def optimiser(self, lr: Float[Array, ""]) -> optax.GradientTransformation:
         """Optax's SGD with these settings."""
@@ -115,7 +144,7 @@ def fine_tune(model: Model, training: Training, key: PRNGKeyArray, params: Param
     def loss(params: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
         return mean_loss(model, params, batch)
 
-    return descend(loss, params, training, training.schedule(1), key, data)[0]
+    return descend(loss, params, training, training.lr_of(1), key, data)[0]
 
 
 def rows(data: Data) -> Float[Array, ""]:

@@ -106,3 +106,17 @@ def metadata(content: bytes) -> dict[str, str]:
     """The metadata that `pack` put into the bytes."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]).get("__metadata__", {})
+
+
+def sources(leaf: Leaf) -> list[str]:
+    """What an uploaded leaf depends on, a tree at a time: `down/params` stands for every array below it."""
+    return sorted({"/".join(name.split("/")[:2]) for name in leaf.depends})
+
+
+def text(leaves: Sequence[Leaf]) -> str:
+    """The manifest as tab-separated lines, for a file whose diff shows any change of a message."""
+    lines = []
+    for leaf in leaves:
+        depends = ",".join(sources(leaf)) or "-"
+        lines.append(f"{leaf.message}\t{leaf.path}\t{leaf.dtype}{list(leaf.shape)}\t{leaf.reduction or '-'}\t{depends}\n")
+    return "".join(lines)

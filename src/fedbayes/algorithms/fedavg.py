@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Schedule, Sum
+from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, fine_tune, mean_loss, rows
 
@@ -63,9 +63,9 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
 
     model: Model
     """The network and its likelihood."""
-    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
@@ -80,7 +80,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """w and the round's step size."""
-        return Down(server.params, self.train.schedule(server.round + 1))
+        return Down(server.params, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w."""

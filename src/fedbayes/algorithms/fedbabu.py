@@ -5,7 +5,7 @@
     server:  body ← mean over the participants of body_i          (each counts the same)
     adapt:   fine-tune body and head on the client's rows
 
-`part` chooses what `adapt` fine-tunes: "full" (the paper's main setting), "body" or "head" (its Table 4).
+`part` chooses what `adapt` fine-tunes: "full" (the paper's main setting), "body" or "head", which the paper compares.
 
 Reference:
     Oh, Kim, Yun. FedBABU: Toward enhanced representation for federated image classification. ICLR 2022.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Schedule
+from fedbayes.algorithm import Algorithm, Data, Mean, Params
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, mean_loss
 
@@ -60,7 +60,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     """The body is learnt together under a head that nobody trains; personalisation fine-tunes both.
 
     >>> from fedbayes.models import Categorical, mlp
-    >>> FedBABU(mlp((64,), Categorical(10))).train.schedule.at
+    >>> FedBABU(mlp((64,), Categorical(10))).train.decay_at
     (0.5, 0.75)
     """
 
@@ -70,9 +70,9 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     """Paths of the part that is not trained."""
     head_scale: float = 1.0
     """The head's kernel at its start is multiplied by this."""
-    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1, at=(0.5, 0.75)), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
     part: Literal["full", "body", "head"] = "full"
     """What `adapt` fine-tunes."""
@@ -89,7 +89,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """Body, head and the round's step size."""
-        return Down(server.body, server.head, self.train.schedule(server.round + 1))
+        return Down(server.body, server.head, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on the body alone."""
@@ -108,7 +108,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
             "body": (down.body, down.head),
             "head": (down.head, down.body),
         }[self.part]
-        lr = self.tune.schedule(1)
+        lr = self.tune.lr_of(1)
         return Local(trees.merge(self._fit(moving, fixed, self.tune, lr, key, data)[0], fixed))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:

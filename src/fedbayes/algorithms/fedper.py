@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Schedule, Sum
+from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, mean_loss, rows
 
@@ -66,9 +66,9 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
     """The network and its likelihood."""
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""
-    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.01), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, lr=0.01, momentum=0.9)
     """Fitting the personal layers in `adapt`."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -81,7 +81,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """The base and the round's step size."""
-        return Down(server.shared, self.train.schedule(server.round + 1))
+        return Down(server.shared, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on base and head together."""
@@ -104,7 +104,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
         def F(personal: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, trees.merge(personal, down.shared), batch)
 
-        return Local(descend(F, local.personal, self.tune, self.tune.schedule(1), key, data)[0])
+        return Local(descend(F, local.personal, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the shared base under the client's own layers."""

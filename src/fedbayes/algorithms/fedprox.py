@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params, Schedule
+from fedbayes.algorithm import Algorithm, Data, Params
 from fedbayes.algorithms.fedavg import Down, Local, Server, Up
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, mean_loss, rows
@@ -38,9 +38,9 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
     """The network and its likelihood."""
     mu: float = 0.01
     """Strength μ of the proximal term."""
-    train: Training = Training(epochs=1, batch=50, schedule=Schedule(lr=0.1), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, schedule=Schedule(lr=0.001), momentum=0.9)
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`, with the same pull."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
@@ -55,7 +55,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """w and the round's step size."""
-        return Down(server.params, self.train.schedule(server.round + 1))
+        return Down(server.params, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w on the pulled objective."""
@@ -68,7 +68,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""
-        lr = self.tune.schedule(1)
+        lr = self.tune.lr_of(1)
         return Local(descend(self._objective(down.params), down.params, self.tune, lr, key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:

@@ -1,0 +1,181 @@
+"""Options that commands share, and the algorithm's own fields as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import arg
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from fedbayes.algorithms import REGISTRY, find
+from fedbayes.data import Clients, load
+from fedbayes.errors import UserError
+from fedbayes.models import Categorical, Model, network
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Where the rows come from and how they are divided."""
+
+    data: str = "digits"
+    """A name (fedbayes list), an .npz, .csv or .parquet file, a folder of IDX or LEAF files, or hub:NAME."""
+    partition: str | None = None
+    """How rows become clients: iid, shards:5, dirichlet:0.3, labels:5, majority:0.9, pachinko; or the data's own."""
+    clients: int | None = None
+    """How many clients a partition makes."""
+    client_column: str | None = None
+    """Column that says whose a row is (CSV, Parquet)."""
+    target: str | None = None
+    """Column to predict (CSV, Parquet)."""
+    test_column: str | None = None
+    """Column that is true for test rows (CSV, Parquet)."""
+    ignore: tuple[str, ...] = ()
+    """Columns to leave out (CSV, Parquet)."""
+    missing: Literal["refuse", "mean", "drop"] | None = None
+    """What to do with missing values."""
+    task: Literal["classification", "regression", "counts"] | None = None
+    """What the target is; by default classes for text and whole numbers, regression for other numbers."""
+    test: float | None = None
+    """Share of each client's rows that is kept for testing."""
+    hold_out: int = 0
+    """How many clients never train and are evaluated as unseen."""
+    standardise: bool = True
+    """Let the network see each feature with mean 0 and deviation 1."""
+    data_seed: int = 0
+    """Of the partition, the split and the choice of unseen clients."""
+
+    def load(self, seed: int | None = None) -> Clients:
+        """The clients; `seed` instead of `data_seed` draws another partition."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        spec, own = options.pop("data"), options.pop("data_seed")
+        return load(spec, **options, seed=own if seed is None else seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How long and with whom."""
+
+    rounds: int = 100
+    """Rounds of training; also the length of schedules."""
+    cohort: int | float | None = None
+    """Clients in a round: a number, or a share below 1; by default all."""
+    dropout: float = 0.0
+    """Share of a cohort that does not answer."""
+    likelihood: Literal["categorical", "bernoulli", "normal", "poisson"] | None = None
+    """What the network's outputs mean; by default it follows from the target."""
+    loop: bool = False
+    """Run clients one by one, slower, and name the client and the step if one fails."""
+
+
+def unbuilt(spec: str) -> Model:
+    """A network that is known by name only, until the data says what goes in and out."""
+
+    def none(*_: Any) -> Any:
+        raise AssertionError(f"the network {spec} is built when the data is there")
+
+    return Model(none, none, Categorical(2), name=spec)
+
+
+def build(model: Model, data: Clients, likelihood: str | None) -> Model:
+    """The network of a spec such as `mlp`, `mlp:256,128` or `cnn` for this data."""
+    name, _, sizes = model.name.partition(":")
+    options: dict[str, Any] = {}
+    if sizes:
+        if name != "mlp" or not all(size.isdigit() for size in sizes.split(",")):
+            raise UserError(f"the network {model.name!r} cannot be read; sizes are for mlp, such as mlp:256 or mlp:256,128")
+        options["hidden"] = tuple(int(size) for size in sizes.split(","))
+    return network(name, data, likelihood=likelihood, **options)
+
+
+registry = ConstructorRegistry()
+
+
+@registry.primitive_rule
+def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model] | None:
+    if type_info.type is not Model:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{mlp,mlp:256,128,cnn,mobilenet}",
+        instance_from_str=lambda words: unbuilt(words[0]),
+        is_instance=lambda instance: isinstance(instance, Model),
+        str_from_instance=lambda instance: [instance.name],
+    )
+
+
+def default(name: str) -> Any:
+    """The algorithm of that name with its own defaults and a small network."""
+    return find(name)(model=unbuilt("mlp"))
+
+
+def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: str | None = None) -> Any:
+    """Parse a dataclass of options; with an algorithm, its fields become options too, as the field `algorithm`."""
+    if algorithm is not None:
+        chosen = default(algorithm)
+        field = ("algorithm", Annotated[type(chosen), arg(name="")], dataclasses.field(default=chosen))
+        options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
+        options.__doc__ = description
+    return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry)
+
+
+def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
+    """The algorithm at the start of the arguments; prints the choices where there is none."""
+    if not arguments or arguments[0].startswith("-"):
+        print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
+        for name, (_, _, text) in REGISTRY.items():
+            print(f"  {name:<12} {text}")
+        print(f"\nfedbayes {command} ALGORITHM --help lists an algorithm's own options.")
+        if not arguments or arguments[0] in ("-h", "--help"):
+            return None
+        raise UserError(f"{command} needs an algorithm before the options, such as fedbayes {command} fedavg {arguments[0]} …")
+    find(arguments[0])
+    return arguments[0]
+
+
+def override(algorithm: Any, settings: Sequence[str]) -> Any:
+    """`algorithm` with `path=value` settings, such as train.lr=0.05, where it has such a field."""
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        if not equals:
+            raise UserError(f"the setting {setting!r} cannot be read; write path=value, such as train.lr=0.05")
+        algorithm = _replace(algorithm, path.split("."), tuple(value) if isinstance(value, list) else value, setting)
+    return algorithm
+
+
+def _replace(config: Any, path: list[str], value: Any, setting: str) -> Any:
+    fields = [field.name for field in dataclasses.fields(config)]
+    if path[0] not in fields:
+        raise UserError(f"{setting!r}: {type(config).__name__} has no {path[0]!r}; it has {', '.join(fields)}")
+    inner = getattr(config, path[0])
+    if len(path) > 1:
+        value = _replace(inner, path[1:], value, setting)
+    elif dataclasses.is_dataclass(inner) and not isinstance(inner, Model):
+        names = ", ".join(field.name for field in dataclasses.fields(inner))
+        raise UserError(f"{setting!r} must say which part of {path[0]}: one of {names}")
+    elif isinstance(inner, Model):
+        value = unbuilt(str(value))
+    elif isinstance(inner, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if inner is not None and not isinstance(inner, Model) and not isinstance(value, type(inner)):
+        raise UserError(f"{setting!r}: expected a {type(inner).__name__}, such as {inner!r}")
+    return dataclasses.replace(config, **{path[0]: value})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    from fedbayes.runs import write
+
+    try:
+        write(path, json.dumps(content, indent=2).encode())
+    except OSError as problem:
+        raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None

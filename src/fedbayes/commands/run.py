@@ -1,0 +1,70 @@
+"""`fedbayes run`: train one algorithm and leave a run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from fedbayes.commands.display import console, progress_bar, result_table
+from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
+from fedbayes.runs import Fit, simulate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `fedbayes run`."""
+
+    data: Annotated[DataOptions, arg(name="")] = DataOptions()
+    """The rows."""
+    settings: Annotated[RunOptions, arg(name="")] = RunOptions()
+    """The run."""
+    seed: int = 0
+    """Of everything that is random, besides the data."""
+    out: Path | None = None
+    """Folder of the run; by default runs/ALGORITHM-DATA-seed."""
+    resume: bool = False
+    """Go on where the folder's run stopped."""
+    force: bool = False
+    """Start over in a folder that holds a run."""
+    evaluate_every: int = 0
+    """Also evaluate all clients each so many rounds."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train, evaluate, print the table and where the run is."""
+    name = algorithm_name(arguments, "run")
+    if name is None:
+        return
+    description = f"Train {name} and leave a run folder. The options are the algorithm's fields."
+    options = parse(Options, arguments[1:], f"fedbayes run {name}", description, name)
+    data = options.data.load()
+    model = build(options.algorithm.model, data, options.settings.likelihood)
+    algorithm = dataclasses.replace(options.algorithm, model=model)
+    folder = options.out or Path("runs") / f"{name}-{data.name}-{options.seed}"
+    settings = options.settings
+    with progress_bar() as add:
+        callback = add(name, settings.rounds)
+        try:
+            fit: Fit = simulate(
+                algorithm,
+                data,
+                settings.rounds,
+                cohort=settings.cohort,
+                seed=options.seed,
+                dropout=settings.dropout,
+                clients="loop" if settings.loop else "vmap",
+                evaluate_every=options.evaluate_every,
+                folder=folder,
+                resume=options.resume,
+                force=options.force,
+                callbacks=(callback,),
+                config={"network": options.algorithm.model.name},
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+    console.print(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
+    console.print(f"run folder: {folder}")

@@ -1,0 +1,56 @@
+"""`fedbayes wire`: what an algorithm sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import jax
+from rich.table import Table
+from tyro.conf import arg
+
+from fedbayes import wire
+from fedbayes.commands.display import console
+from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `fedbayes wire`."""
+
+    data: Annotated[DataOptions, arg(name="")] = DataOptions()
+    """The rows, for their shapes."""
+    settings: Annotated[RunOptions, arg(name="")] = RunOptions()
+    """The run."""
+    plain: bool = False
+    """Print tab-separated lines instead of a table."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the manifest of a round."""
+    name = algorithm_name(arguments, "wire")
+    if name is None:
+        return
+    description = f"What {name} sends in a round: each array, its shape, its reduction and what it depends on."
+    options = parse(Options, arguments[1:], f"fedbayes wire {name}", description, name)
+    data = options.data.load()
+    model = build(options.algorithm.model, data, options.settings.likelihood)
+    algorithm = dataclasses.replace(options.algorithm, model=model).planned(options.settings.rounds)
+    rows = jax.tree.map(lambda leaf: leaf[0], data.train([0], int(data.train_counts[0])))
+    leaves = wire.manifest(algorithm, rows)
+    wire.check(leaves)
+    if options.plain:
+        print(wire.text(leaves), end="")
+        return
+    for message, title in (("down", "to every client of the round"), ("up", "from each client")):
+        sent = [leaf for leaf in leaves if leaf.message == message]
+        total = sum(leaf.bytes for leaf in sent)
+        table = Table(title=f"{title}: {len(sent)} arrays, {total:,} bytes", title_justify="left")
+        for heading in ("array", "shape", "type", *(("reduced to", "depends on") if message == "up" else ())):
+            table.add_column(heading, overflow="fold")
+        for leaf in sent:
+            cells = [leaf.path, str(list(leaf.shape)), leaf.dtype]
+            table.add_row(*cells, *([leaf.reduction, ", ".join(wire.sources(leaf))] if message == "up" else []))
+        console.print(table)
+    console.print("Nothing of a client's local state or rows is sent as it is.")
