@@ -476,3 +476,18 @@ def test_partitioners_of_flower() -> None:
     labels = np.arange(300) % 10
     client = partition(partitioner.PathologicalPartitioner(10, "label", 2, class_assignment_mode="deterministic"), labels)
     assert [len(np.unique(labels[client == i])) for i in range(10)] == [2] * 10
+
+
+# The page for users
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "your-data.md").read_text("utf-8")
+    frame().to_csv(tmp_path / "patients.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in page.split("```python\n")[1:]:
+        exec(block.split("```")[0], names)
+    assert repr(names["again"]) == "Clients(data: 30 clients, 600 rows of (5,), 3 classes)"
+    for name in NAMES:
+        assert name == "synthetic" or f"`{name}`" in page

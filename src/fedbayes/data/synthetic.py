@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from fedbayes.data.clients import Clients
-from fedbayes.data.rows import LARGE, mapped
+from fedbayes.data.rows import mapped
 from fedbayes.data.store import new_folder, write_header, write_manifest
 
 CLIENTS_PER_BLOCK = 1000
+
+LARGE = 16 * 2**20
+"""Rows of more bytes than this go to a temporary file; less than for real data, as these are for measuring memory."""
 
 
 def synthetic(
