@@ -32,7 +32,7 @@ class FedBayes:
             model = fb.models.cnn(job.shape, likelihood, channels=job.filters, hidden=job.hidden)
         else:
             model = fb.models.mlp(job.shape, likelihood, hidden=job.hidden)
-        training = fb.Training(epochs=1, batch=job.batch, schedule=fb.Schedule(lr=job.lr), momentum=0.0)
+        training = fb.Training(epochs=1, batch=job.batch, lr=job.lr, momentum=0.0)
         self.simulation = fb.Simulation(fb.FedAvg(model, train=training), clients, cohort=job.cohort, seed=seed)
         self.names = [f"conv{i}" for i in range(len(job.filters))] + [f"dense{i}" for i in range(len(job.hidden))]
         named = [{"kernel": jnp.asarray(layer.kernel), "bias": jnp.asarray(layer.bias)} for layer in layers]
