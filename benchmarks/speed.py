@@ -30,7 +30,7 @@ ENGINES = {
     "pfl": "pfl_research",
     "fedjax": "fedjax_peer",
 }
-REFERENCES = ("floor", "pytorch")
+REFERENCES = ("floor", "pytorch", "pfl")
 TOLERANCE = 1e-4
 
 
@@ -193,8 +193,8 @@ def ratios(result: dict[str, Any], engine: str, reference: str) -> str:
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Everything measured, in Markdown."""
     lines = ["# Seconds a round", "", "`benchmarks/README.md` says what is measured and how.", ""]
-    lines += ["```", command_shown(), "```", "", *machine(), ""]
-    lines += [f"- seed {options.seed}, {options.cycles} cycles, {options.threads} threads for PyTorch, XLA's default for JAX"]
+    lines += ["```", command_shown(), "```", "", *machine()]
+    lines += [f"- seed {options.seed}, {options.cycles} cycles, PyTorch threads: {options.threads}; JAX as it comes"]
     lines += [*versions(results), ""]
     for result in results:
         job = jobs.JOBS[result["job"]]
@@ -204,8 +204,8 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
             f"{job.clients} clients × {job.rows} rows ({jobs.source(job)}), {job.cohort} a round, batch {job.batch}, "
             f"one local epoch, SGD {job.lr:g}, network {job.network()}. {job.rounds} round{'s' * (job.rounds > 1)} a turn.",
             "",
-            "| engine | median s | least s | × floor, by cycle | × PyTorch, by cycle | cores used by others, median (most) |",
-            "|---|---|---|---|---|---|",
+            "| engine | median s | least s | × floor, by cycle | × PyTorch, by cycle | × pfl, by cycle | cores used by others |",
+            "|---|---|---|---|---|---|---|",
         ]
         for engine, seconds in result["seconds"].items():
             cells = [f"{statistics.median(seconds):.4f}", f"{min(seconds):.4f}"]
@@ -215,7 +215,9 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
         lines += ["", *(f"- {engine}: skipped, {reason}" for engine, reason in result["skipped"].items())]
         lines += [f"- {engine}: {facts['note']}" for engine, facts in result["facts"].items() if facts["note"]]
         lines += [""] if lines[-1] else []
-    lines += ["A ratio is the median over the cycles, with the least and the largest."]
+    lines += [
+        "A ratio is the median over the cycles, with the least and the largest; cores used by others: the median and the most."
+    ]
     return "\n".join(lines) + "\n"
 
 
