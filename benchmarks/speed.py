@@ -204,7 +204,7 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
             f"{job.clients} clients × {job.rows} rows ({jobs.source(job)}), {job.cohort} a round, batch {job.batch}, "
             f"one local epoch, SGD {job.lr:g}, network {job.network()}. {job.rounds} round{'s' * (job.rounds > 1)} a turn.",
             "",
-            "| engine | median s | least s | × floor, by cycle | × PyTorch, by cycle | × pfl, by cycle | cores used by others |",
+            "| engine | median s | least s | × floor by cycle | × PyTorch by cycle | × pfl by cycle | cores used by others |",
             "|---|---|---|---|---|---|---|",
         ]
         for engine, seconds in result["seconds"].items():
