@@ -112,13 +112,15 @@ def mobilenet(
     likelihood: Likelihood,
     width: float = 1.0,
     groups: int = 8,
+    blocks: tuple[tuple[int, int], ...] | None = None,
     shift: Any = 0.0,
     scale: Any = 1.0,
     init: Init = "torch",
 ) -> Model:
     """MobileNet for 32 × 32 images, as FedBABU uses it, with group instead of batch normalisation.
 
-    A 3 × 3 convolution and thirteen blocks of a depthwise and a pointwise convolution; `width` multiplies the channels. Batch
+    A 3 × 3 convolution and thirteen blocks of a depthwise and a pointwise convolution. `width` multiplies the channels;
+    `blocks`, channels and stride of the convolution and of each block, replaces `MOBILENET_BLOCKS` for another depth. Batch
     statistics differ between clients and are no parameters with a posterior, group statistics are of one row alone.
 
     References: Howard et al., MobileNets, 2017; Oh et al., FedBABU, 2022; Hsieh et al., The Non-IID Data Quagmire, 2020.
@@ -128,20 +130,20 @@ def mobilenet(
     (256, 100)
     """
     h, w, c = _image(shape, "mobilenet")
-    blocks = [(max(groups, int(width * d) // groups * groups), stride) for d, stride in MOBILENET_BLOCKS]
+    widths = [(max(groups, int(width * d) // groups * groups), stride) for d, stride in blocks or MOBILENET_BLOCKS]
 
     def factory(rngs: nnx.Rngs) -> nnx.Module:
-        body = _Separable((h, w, c), blocks, groups, init, rngs)
-        return _Network(body, _linear(blocks[-1][0], _network_outputs(likelihood), init, rngs))
+        body = _Separable((h, w, c), widths, groups, init, rngs)
+        return _Network(body, _linear(widths[-1][0], _network_outputs(likelihood), init, rngs))
 
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="mobilenet")
 
 
-MOBILENET_BLOCKS = [
-    *[(32, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)],
-    *[(512, 1)] * 5,
-    *[(1024, 2), (1024, 1)],
-]
+MOBILENET_BLOCKS = (
+    *((32, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)),
+    *((512, 1),) * 5,
+    *((1024, 2), (1024, 1)),
+)
 """Channels and stride of the first convolution and of each block after it."""
 
 
@@ -322,7 +324,7 @@ class _Network(nnx.Module):
         self.head = head
 
     def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n k"]:
-        output: Array = self.head(self.body(x))  # type: ignore[operator]
+        output: Array = self.head(self.body(x))
         return output
 
 
@@ -355,9 +357,10 @@ class _Convolutional(nnx.Module):
 
     def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n k"]:
         x = x.reshape(len(x), *self.image)
+        last = self.depths[0] - 1
         for i in range(self.depths[0]):
-            x = jax.nn.relu(getattr(self, f"conv{i}")(x))
-        x = max_pool(x, 2).reshape(len(x), self.inputs)
+            x = jax.nn.relu(getattr(self, f"conv{i}")(x, pool=2 if i == last else 1))
+        x = x.reshape(len(x), self.inputs)
         for i in range(self.depths[1]):
             x = jax.nn.relu(getattr(self, f"dense{i}")(x))
         return x
@@ -403,8 +406,9 @@ class _Convolution(nnx.Module):
         self.kernel = nnx.Param(kernel(rngs.params(), (size, size, inputs, outputs)))
         self.bias = nnx.Param(zero(rngs.params(), (outputs,))) if bias else None
 
-    def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n p q d"]:
-        y = conv2d(x, self.kernel[...], self.stride, self.padding)
+    def __call__(self, x: Float[Array, "n h w c"], pool: int = 1) -> Float[Array, "n p q d"]:
+        # The maximum of y + bias is the maximum of y, plus the bias; so the bias is added to fewer numbers after the pool.
+        y = max_pool(conv2d(x, self.kernel[...], self.stride, self.padding), pool)
         return y if self.bias is None else y + self.bias[...].reshape(1, 1, 1, -1)
 
 
@@ -490,7 +494,7 @@ def _at(params: Params, path: tuple[Any, ...]) -> Array:
     value: Any = params
     for part in path:
         value = value[str(part)]
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _is_state_index(leaf: Any) -> bool:
