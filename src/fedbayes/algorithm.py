@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from typing import Annotated, Any, Generic, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
@@ -46,6 +46,7 @@ ServerT = TypeVar("ServerT")
 LocalT = TypeVar("LocalT")
 DownT = TypeVar("DownT")
 UpT = TypeVar("UpT")
+D = TypeVar("D")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +86,9 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""
 
-    def planned(self, rounds: int) -> Self:
+    def planned(self: D, rounds: int) -> D:
         """This algorithm with every field `rounds` that is None, such as a schedule's length, set to the rounds of the run."""
         return _planned(self, rounds)
-
-
-D = TypeVar("D")
 
 
 def _planned(config: D, rounds: int) -> D:

@@ -58,10 +58,10 @@ def empty(up: Any) -> Partial:
 def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partial:
     """`partial` plus the uploads stacked along the first axis of `ups`; those whose `present` is 0 are padding."""
     kinds = declared(type(ups))
-    weights = present * ups.weight if "weight" in kinds else present
+    # jnp.where, not a product alone: padding may hold anything, and 0 · inf is not 0.
+    weights = jnp.where(present > 0, ups.weight, 0.0) if "weight" in kinds else present
 
     def weighted_sum(weights: Float[Array, " clients"], leaf: Any) -> Any:
-        # jnp.where, not a product alone: padding may hold anything, and 0 · inf is not 0.
         used = jnp.where(_along(present, leaf) > 0, leaf, jnp.zeros_like(leaf))
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jnp.sum(used * _along(weights, leaf).astype(leaf.dtype), axis=0)
@@ -72,7 +72,7 @@ def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partia
         chosen = weights if kinds[field] is Reduce.MEAN else present
         total = jax.tree.map(lambda leaf, w=chosen: weighted_sum(w, leaf), getattr(ups, field))
         sums[field] = jax.tree.map(jnp.add, partial.sums[field], total)
-    return Partial(sums, partial.weight + jnp.sum(jnp.where(present > 0, weights, jnp.float32(0))))
+    return Partial(sums, partial.weight + jnp.sum(weights))
 
 
 def combine(one: Partial, other: Partial) -> Partial:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import __version__, wire
@@ -64,7 +65,7 @@ class Fit:
                 raise UserError(f"there is no client {client!r}; the first are {', '.join(simulation.data.names[:5])}")
             local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(places[:1]))
         key = jax.random.key(simulation.seed)
-        return simulation.algorithm.predict(key, simulation.down(), local, x)
+        return simulation.algorithm.predict(key, simulation.down(), local, jnp.asarray(x))
 
 
 def simulate(

@@ -202,7 +202,7 @@ class Simulation:
         partial, ups, locals_ = None, [], []
         for place, client in enumerate(call.ids):
             one = jax.tree.map(lambda leaf, place=place: leaf[place], (local, call.data))
-            name = self.data.names[client]
+            name = str(self.data.names[client])
             try:
                 error, (up, new) = _one_client(self.algorithm, keys.fold(key, np.uint32(client)), down, *one)
             except Exception as problem:

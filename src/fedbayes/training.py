@@ -81,6 +81,7 @@ def local_steps(
     Without `vmap` the loop runs exactly as often as the client has batches; under `vmap` as often as the longest client of
     the group, and a client that is through keeps its carry.
     """
+    data = jax.tree.map(jnp.asarray, data)
     length = data.mask.shape[0]
     batch = min(batch, length)
     rows = jnp.sum(data.mask)

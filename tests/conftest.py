@@ -1,0 +1,50 @@
+"""Tests run with strict promotion of types and ranks, with shapes checked at run time, and with one compilation cache."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Compiling is most of the time that the tests take; what is compiled here runs for milliseconds.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import jax
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+with install_import_hook("fedbayes", "beartype.beartype"):
+    from fedbayes.data import Clients
+    from fedbayes.models import Categorical, mlp
+
+
+@pytest.fixture(scope="session")
+def clients() -> Clients:
+    """Six clients of different sizes, two of them unseen, whose rows two classes divide by a line."""
+    generator = np.random.default_rng(0)
+    counts = [9, 30, 14, 22, 26, 17]
+    client = np.repeat(np.arange(6), counts)
+    x = generator.normal(size=(len(client), 4)).astype(np.float32)
+    y = (x @ np.array([2.0, -1.0, 0.5, 1.0]) > 0).astype(np.int32)
+    return Clients.build(x, y, client, test=0.3, name="six").hold_out(2, seed=1)
+
+
+@pytest.fixture(scope="session")
+def model():
+    return mlp((4,), Categorical(2), hidden=(8,))
+
+
+def assert_close(one, other, tolerance):
+    """Every leaf within an absolute tolerance."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=0, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_same(one, other):
+    """Every leaf the same, bit for bit."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)

@@ -1,0 +1,17 @@
+"""One row for each registered algorithm: a small instance of it, which the tests in test_algorithms.py put through everything."""
+
+from fedbayes.algorithms.fedavg import FedAvg
+from fedbayes.algorithms.fedbabu import FedBABU
+from fedbayes.algorithms.fedper import FedPer
+from fedbayes.algorithms.fedprox import FedProx
+from fedbayes.training import Training
+
+TRAIN = Training(epochs=2, batch=8, lr=0.2, momentum=0.5)
+TUNE = Training(epochs=3, batch=8, lr=0.1)
+
+TABLE = {
+    "fedavg": lambda model: FedAvg(model, train=TRAIN, tune=TUNE),
+    "fedprox": lambda model: FedProx(model, mu=0.1, train=TRAIN, tune=TUNE),
+    "fedbabu": lambda model: FedBABU(model, head_scale=3.0, train=TRAIN, tune=TUNE),
+    "fedper": lambda model: FedPer(model, train=TRAIN, tune=TUNE),
+}

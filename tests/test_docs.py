@@ -1,0 +1,279 @@
+"""Every page is true: its Python and its commands run, its tables name what there is, and the site builds without a warning."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbayes as fb
+from fedbayes import wire
+from fedbayes.algorithms import REGISTRY
+from fedbayes.cli import COMMANDS, main
+from fedbayes.commands.options import DataOptions, RunOptions
+from fedbayes.commands.run import Options
+from fedbayes.models import Normal, mlp
+from fedbayes.stances import assess
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_RUN = "# not run"
+"""The first line of a Python block that is only to be read."""
+
+
+def text(page):
+    return (ROOT / page).read_text("utf-8")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where NamedTuples with postponed annotations look up their names
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# your-data.md is run by test_data_sources.py.
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/contract.md", "docs/evaluation.md"])
+def test_python_runs(page):
+    found = [block for block in blocks(page, "python") if not block.startswith(NOT_RUN)]
+    assert found
+    names = {"__name__": "page"}
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+
+
+def test_no_page_is_forgotten():
+    """Whoever adds a page with Python in it adds it to a test too."""
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text("utf-8")}
+    tested = {"docs/index.md", "docs/contract.md", "docs/evaluation.md", "docs/add-an-algorithm.md", "docs/your-data.md"}
+    assert pages <= tested
+
+
+def patients():
+    """A table as the pages have it: a client column, a target, features."""
+    generator = np.random.default_rng(0)
+    lines = ["hospital,age,sex,ill"]
+    for hospital in ("north", "east", "south", "west"):
+        for _ in range(20):
+            age = generator.normal(60, 10)
+            ill = int(age + generator.normal(0, 5) > 60)
+            lines.append(f"{hospital},{age:.1f},{generator.choice(['f', 'm'])},{ill}")
+    Path("patients.csv").write_text("\n".join(lines))
+
+
+QUICK = {
+    "run": ["--rounds", "1", "--train.epochs", "1", "--tune.epochs", "1", "--model", "mlp:4"],
+    "compare": ["--rounds", "1", "--seeds", "1", "--model", "mlp:4"],
+}
+"""Makes a command on a page quick: of an option that is given twice, the last counts."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/contract.md"])
+def test_commands_run(page, capsys):
+    patients()
+    lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ fedbayes ")]
+    assert lines
+    for line in lines:
+        arguments = shlex.split(line.removeprefix("$ fedbayes "))
+        assert main([*arguments, *QUICK.get(arguments[0], [])]) == 0, f"{line}\n{capsys.readouterr().err}"
+
+
+def test_pages_name_every_command_option_and_algorithm():
+    page, data = text("docs/cli.md"), text("docs/your-data.md")
+    for command in COMMANDS:
+        assert f"fedbayes {command}" in page
+    for options in (RunOptions, Options):
+        for field in dataclasses.fields(options):
+            assert field.name in ("data", "settings") or f"--{field.name.replace('_', '-')}`" in page, field.name
+    for field in dataclasses.fields(DataOptions):
+        option = f"--{field.name.replace('_', '-')}"
+        assert option in page + data or field.name in ("test_column", "standardise"), option
+    for name in REGISTRY:
+        assert f"| `{name}` |" in text("README.md")
+
+
+def test_schema_of_the_result_is_the_documented_one(clients):
+    page = text("docs/evaluation.md")
+    model = fb.models.mlp(clients.shape, fb.models.Categorical(2), hidden=(4,))
+    fit = fb.simulate(fb.FedAvg(model), clients, rounds=1, folder="run")
+    result = json.loads(Path("run/result.json").read_text())
+    section = page[page.index("## result.json") :]
+    documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert set(documented) - {"network"} == set(result)
+    assert re.search(rf"`schema` \| integer \| {result['schema']} \|", section)
+    assert set(re.findall(r"`(\w+)`", next(line for line in section.splitlines() if line.startswith("| `data`")))) == {
+        "data",
+        *result["data"],
+    }
+    listed = re.findall(r"^\| `([\w./]+)` \|", page[page.index("## The folder") : page.index("## result.json")], re.MULTILINE)
+    assert {name.rstrip("/") for name in listed} == {path.name for path in Path("run").iterdir()}
+    for figure, forms in fit.result["metrics"]["global"]["participating"].items():
+        assert f"| `{figure}` |" in page
+        assert all(f"| `{form}` |" in page for form in forms)
+
+
+# The algorithm of the guide
+
+
+@pytest.fixture(scope="module")
+def skeleton(tmp_path_factory):
+    path = tmp_path_factory.mktemp("skeleton") / "fedlinear_of_the_guide.py"
+    path.write_text(blocks("docs/add-an-algorithm.md", "python")[0])
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def regression():
+    return fb.data.synthetic(clients=7, rows=12, features=2, classes=None).hold_out(2)
+
+
+NOISE, TAU, PRIOR = 0.5, 0.7, 3.0
+
+
+def linear(skeleton, clients, **options):
+    return skeleton.FedLinear(mlp(clients.shape, Normal(NOISE), hidden=()), tau=TAU, prior=PRIOR, **options)
+
+
+def features(x):
+    """The head's parameters in the order of a dict's names: bias, kernel."""
+    return np.concatenate([np.ones((len(x), 1)), x], axis=1).astype(np.float64)
+
+
+def rows_of(clients, index):
+    start = clients.offsets[index]
+    stop = start + clients.train_counts[index]
+    return features(clients.x[start:stop]), clients.y[start:stop].astype(np.float64)
+
+
+def exact(clients, members):
+    """Mean and covariance of (w, w_1, …) given the training rows of `members`, from the joint Gaussian as a whole."""
+    d = clients.shape[0] + 1
+    N = len(members)
+    precision, linear = np.zeros((d * (N + 1), d * (N + 1))), np.zeros(d * (N + 1))
+    eye, shared = np.eye(d), slice(0, d)
+    precision[shared, shared] = eye / PRIOR**2 + N * eye / TAU**2
+    for place, index in enumerate(members, start=1):
+        own = slice(place * d, (place + 1) * d)
+        phi, y = rows_of(clients, index)
+        precision[own, own] = eye / TAU**2 + phi.T @ phi / NOISE**2
+        precision[own, shared] = precision[shared, own] = -eye / TAU**2
+        linear[own] = phi.T @ y / NOISE**2
+    covariance = np.linalg.inv(precision)
+    return covariance @ linear, covariance
+
+
+def test_guide_runs(skeleton, capsys):
+    exec(blocks("docs/add-an-algorithm.md", "python")[1], {"FedLinear": skeleton.FedLinear})
+    assert "change/precision\tfloat32[4, 4]\tsum\tdata/mask,data/x,local/told" in capsys.readouterr().out
+
+
+def test_guide_has_the_exact_shared_posterior_after_two_rounds_of_any_cohorts(skeleton, regression):
+    simulation = fb.Simulation(linear(skeleton, regression), regression, cohort=4, seed=3)
+    for _ in range(2):
+        simulation.step()
+    heard = np.flatnonzero(simulation.local.trained())
+    assert len(heard) == 5  # all that take part, in two rounds of four
+    mean, covariance = exact(regression, heard)
+    posterior = simulation.state.posterior
+    d = len(posterior.linear)
+    np.testing.assert_allclose(np.linalg.inv(posterior.precision), covariance[:d, :d], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.solve(posterior.precision, posterior.linear), mean[:d], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stance", ["global", "personal", "adapted"])
+def test_guide_draws_from_the_exact_personal_posterior(skeleton, regression, stance):
+    S = 20_000
+    algorithm = linear(skeleton, regression, draws=S)
+    simulation = fb.Simulation(algorithm, regression)
+    for _ in range(2):
+        simulation.step()
+    known = list(regression.participants)
+    d = regression.shape[0] + 1
+    if stance == "personal":
+        client = known[2]
+        place = 3 * d
+    else:  # a client that never trained; adapted, the exact answer is that with its rows among the others
+        client = np.flatnonzero(regression.unseen)[0]
+        known, place = ([*known, client], (len(known) + 1) * d) if stance == "adapted" else (known, 0)
+    mean, covariance = exact(regression, known)
+    mean, covariance = mean[place : place + d], covariance[place : place + d, place : place + d]
+    if stance == "global":
+        covariance = covariance + TAU**2 * np.eye(d)
+    local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(np.array([client])))
+    if stance == "adapted":
+        data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), regression.train([client], length=13))
+        local = algorithm.adapt(jax.random.key(1), simulation.down(), local, data)
+    x = np.array([[0.0, 0.0], [1.0, -0.5], [-2.0, 1.0]], np.float32)
+    draws = np.asarray(algorithm.predict(jax.random.key(2), simulation.down(), local, jnp.asarray(x)))
+    assert draws.shape == (S, 3, 1)
+    phi = features(x)
+    variance = phi @ covariance @ phi.T
+    error = np.sqrt(np.diag(variance) / S)
+    assert (np.abs(draws[..., 0].mean(axis=0) - phi @ mean) < 5 * error + 1e-3).all()
+    np.testing.assert_allclose(np.cov(draws[..., 0].T), variance, atol=0.06 * variance.max())
+
+
+def test_guide_passes_the_wire_and_the_evaluation(skeleton, regression):
+    algorithm = linear(skeleton, regression)
+    leaves = wire.manifest(algorithm, jax.tree.map(lambda leaf: leaf[0], regression.train([0], length=10)))
+    wire.check(leaves)
+    assert {leaf.reduction for leaf in leaves if leaf.message == "up"} == {"sum"}
+    simulation = fb.Simulation(algorithm, regression)
+    for _ in range(2):
+        simulation.step()
+    figures = assess(simulation).summary()
+    assert figures["adapted"]["unseen"]["log_score"]["rows"] > figures["global"]["unseen"]["log_score"]["rows"]
+    assert figures["adapted"]["unseen"]["epistemic_variance"]["rows"] > 0
+
+
+# Examples and the site
+
+
+def test_own_data_example():
+    fit = load(ROOT / "examples" / "own_data.py").main(rounds=5)
+    assert len(fit.simulation.data.participants) == 10
+
+
+def test_own_model_example():
+    accuracies = load(ROOT / "examples" / "own_model.py").main(rounds=3)
+    assert min(accuracies.values()) > 0.3  # a tenth by chance
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        str(ROOT / "mkdocs.yml"),
+        "-d",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 10
+    for page in pages:  # the site is whole without a network
+        assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://', page.read_text("utf-8")), page.name

@@ -1,0 +1,241 @@
+"""Run folders: what is written, killing and resuming, and folders that cannot be used."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import assert_same
+from table import TABLE
+
+import fedbayes
+from fedbayes import runs, wire
+from fedbayes.errors import UserError
+from fedbayes.runs import simulate
+from fedbayes.simulator import Diverged
+from fedbayes.training import Training
+
+HERE = Path(__file__).parent
+
+
+def fit(model, clients, folder, **options):
+    settings = {"rounds": 4, "cohort": 3, "checkpoint_every": 2, **options}
+    return simulate(TABLE["fedper"](model), clients, folder=folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def finished(model, clients, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    return folder, fit(model, clients, folder, evaluate_every=2)
+
+
+def test_a_run_leaves_its_files(finished):
+    folder, done = finished
+    config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
+    assert config["algorithm"] == "FedPer"
+    assert config["options"]["train"]["lr"] == 0.2
+    assert result["schema"] == runs.SCHEMA
+    assert result["metrics"] == done.evaluation.summary()
+    assert set(result["metrics"]) == {"global", "personal", "adapted"}
+    assert set(result["metrics"]["personal"]["unseen"]["accuracy"]) == {"rows", "clients", "spread", "worst_tenth"}
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["round"] for entry in entries] == [1, 2, 2, 3, 4, 4]
+    assert wire.metadata((folder / "checkpoint.safetensors").read_bytes())["round"] == "4"
+    assert not list(folder.glob("*.part"))
+
+
+def test_a_finished_run_is_read_not_repeated(finished, model, clients):
+    folder, done = finished
+    before = (folder / "result.json").stat().st_mtime_ns
+    again = fit(model, clients, folder, evaluate_every=2, resume=True)
+    assert (folder / "result.json").stat().st_mtime_ns == before
+    assert_same(again.evaluation.scores, done.evaluation.scores)
+    assert again.history == done.history
+    assert_same(again.simulation.state, done.simulation.state)
+
+
+def test_a_finished_run_is_not_overwritten(finished, model, clients):
+    with pytest.raises(UserError, match="holds a finished run; --force starts over, or choose another folder"):
+        fit(model, clients, finished[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"seed": 1}, r"another seed \(seed: 0 there, 1 here\)"), ({"rounds": 5}, "another options, rounds")],
+)
+def test_another_config_is_refused(finished, model, clients, change, message):
+    with pytest.raises(UserError, match=message):
+        fit(model, clients, finished[0], evaluate_every=2, resume=True, **change)
+
+
+def test_other_data_is_refused(finished, model, clients):
+    with pytest.raises(UserError, match="another data"):
+        fit(model, clients.hold_out(1, seed=9), finished[0], evaluate_every=2, resume=True)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(round):
+    def callback(simulation, done):
+        if done.round == round:
+            raise Stop
+
+    return callback
+
+
+@pytest.fixture
+def unfinished(model, clients, tmp_path):
+    with pytest.raises(Stop):
+        fit(model, clients, tmp_path / "run", callbacks=(stop_after(3),))
+    return tmp_path / "run"
+
+
+def test_an_unfinished_run_says_what_to_do(unfinished, model, clients):
+    with pytest.raises(UserError, match="holds an unfinished run; --resume continues it, --force starts over"):
+        fit(model, clients, unfinished)
+
+
+def test_resuming_ends_where_an_uninterrupted_run_ends(unfinished, model, clients, tmp_path):
+    resumed = fit(model, clients, unfinished, resume=True)
+    straight = fit(model, clients, tmp_path / "straight")
+    assert_same(resumed.simulation.state, straight.simulation.state)
+    ids = np.arange(len(clients))
+    assert_same(resumed.simulation.local.get(ids), straight.simulation.local.get(ids))
+    assert resumed.history == straight.history
+    assert (unfinished / "metrics.jsonl").read_text() == (tmp_path / "straight" / "metrics.jsonl").read_text()
+
+
+def test_force_starts_over_and_leaves_other_files_alone(unfinished, model, clients):
+    (unfinished / "notes.txt").write_text("mine")
+    fit(model, clients, unfinished, force=True)
+    assert (unfinished / "result.json").exists()
+    assert (unfinished / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[: len(content) // 2], "checkpoint.safetensors cannot be read"),
+        (lambda content: b"", "checkpoint.safetensors cannot be read"),
+        (
+            lambda content: content[:-4] + b"\x00\x01\x02\x03",
+            "does not match its checksum: it is damaged; --force starts the run",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(unfinished, model, clients, damage, message):
+    path = unfinished / "checkpoint.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        fit(model, clients, unfinished, resume=True)
+
+
+def test_a_full_disk_loses_nothing(unfinished, model, clients, monkeypatch):
+    before = (unfinished / "checkpoint.safetensors").read_bytes()
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.os, "fsync", full)
+        with pytest.raises(UserError, match=r"cannot write to .*: No space left on device; what was written before is intact"):
+            fit(model, clients, unfinished, resume=True)
+    assert (unfinished / "checkpoint.safetensors").read_bytes() == before
+    assert not list(unfinished.glob("*.part"))
+    assert fit(model, clients, unfinished, resume=True).simulation.round == 4
+
+
+def test_a_folder_that_cannot_be_made_is_refused(model, clients, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*: Not a directory"):
+        fit(model, clients, tmp_path / "file" / "run")
+
+
+def test_divergence_keeps_the_last_good_state(model, clients, tmp_path):
+    algorithm = TABLE["fedavg"](model)
+    diverging = type(algorithm)(model, train=Training(lr=1e30, batch=8, epochs=2))
+    with pytest.raises(Diverged, match=r"round 1 diverged on .* \(the state after round 0 is kept in .*run\)"):
+        simulate(diverging, clients, rounds=4, folder=tmp_path / "run")
+    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == "0"
+
+
+def test_ctrl_c_ends_the_round_and_can_be_resumed(model, clients, tmp_path):
+    def press(simulation, done):
+        if done.round == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, clients, tmp_path / "run", checkpoint_every=100, callbacks=(press,))
+    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == "1"
+    assert fit(model, clients, tmp_path / "run", checkpoint_every=100, resume=True).simulation.round == 4
+
+
+KILLED = """
+import os, signal, sys
+import fedbayes as fb
+from fedbayes.states import States
+kill_at = int(sys.argv[2])
+writes = 0
+real = os.pwrite
+def pwrite(file, content, offset):
+    global writes
+    writes += 1
+    if writes == kill_at:
+        real(file, content[: len(content) // 2], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(file, content, offset)
+if kill_at:
+    os.pwrite = pwrite
+clients = fb.data.load("digits", hold_out=5)
+algorithm = fb.FedPer(fb.network("mlp", clients, hidden=(8,)))
+fb.simulate(algorithm, clients, rounds=6, cohort=4, folder=sys.argv[1], resume=True, checkpoint_every=2)
+"""
+
+
+@pytest.mark.parametrize("kill_at", [13, 30, 47])
+def test_kill_nine_in_the_middle_of_a_write_then_resume_gives_the_same_bits(tmp_path, kill_at, straight_run):
+    """The process dies with half a client's state written, in rounds 2, 4 and 6."""
+
+    def run(kill):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(kill)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    assert run(kill_at).returncode == -signal.SIGKILL
+    assert not (tmp_path / "run" / "result.json").exists()
+    resumed = run(0)
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("checkpoint.safetensors", "metrics.jsonl", "scores.safetensors", "result.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (straight_run / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), "0"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_fit_predicts_for_everyone_and_for_one(finished, clients):
+    _, done = finished
+    shared, own = done.draws(clients.x[:3]), done.draws(clients.x[:3], clients.names[clients.participants[0]])
+    assert shared.shape == own.shape == (1, 3, 2)
+    assert not np.allclose(shared, own)
+    with pytest.raises(UserError, match="there is no client 'nobody'"):
+        done.draws(clients.x[:3], "nobody")
+    assert repr(done) == "Fit(FedPer, 4 rounds on six)"
+    assert fedbayes.__version__ == done.result["fedbayes"]
+
+
+def test_no_rounds_are_refused(model, clients):
+    with pytest.raises(UserError, match="rounds is 0, but a run has at least one"):
+        simulate(TABLE["fedavg"](model), clients, rounds=0)
