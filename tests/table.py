@@ -1,4 +1,4 @@
-"""One row for each registered algorithm: a small instance of it, which the tests in test_algorithms.py put through everything."""
+"""One row for each registered algorithm: a small instance that test_algorithms.py puts through everything."""
 
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU

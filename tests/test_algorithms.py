@@ -70,7 +70,7 @@ def test_bytes_of_a_round_hold_no_local_state_and_no_row(name, model, clients):
     local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(np.array([index])))
     up, new = algorithm.client(keys.of_round(5, 4), simulation.down(), local, data)
     sent = wire.pack(jax.device_get(up)) + wire.pack(jax.device_get(simulation.down()))
-    rows = [row for row in np.asarray(data.x)[np.asarray(data.mask)]]
+    rows = list(np.asarray(data.x)[np.asarray(data.mask)])
     for secret in [*rows, *jax.tree.leaves(local), *jax.tree.leaves(new)]:
         assert np.asarray(secret).tobytes() not in sent
 

@@ -126,7 +126,7 @@ def test_force_starts_over_and_leaves_other_files_alone(unfinished, model, clien
         (lambda content: b"", "checkpoint.safetensors cannot be read"),
         (
             lambda content: content[:-4] + b"\x00\x01\x02\x03",
-            "does not match its checksum: it is damaged; --force starts the run",
+            "does not match its checksum: it is damaged; --force",
         ),
     ],
 )

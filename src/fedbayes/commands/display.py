@@ -29,7 +29,8 @@ TITLES = {
 def progress_bar() -> Iterator[Callable[[str, int], Callable[..., None]]]:
     """A bar with the time that is left; `add(label, rounds)` gives a callback that moves it on after each round."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    terminal = Console(stderr=True)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
 
         def add(label: str, rounds: int) -> Callable[..., None]:
             task = progress.add_task(label, total=rounds)

@@ -153,6 +153,18 @@ class Clients:
         scale = np.where(deviation > 1e-6 * np.maximum(1, np.abs(mean)), deviation, 1)
         return dataclasses.replace(self, shift=np.asarray(mean, np.float32), scale=np.asarray(scale, np.float32))
 
+    def target_moments(self) -> tuple[float, float]:
+        """Mean and deviation of a numeric target over the participants' training rows; the deviation of a constant is 1.
+
+        >>> clients = Clients.build(np.ones((4, 1)), np.array([1.5, 2.5, 1.5, 2.5]), np.array([0, 0, 1, 1]), test=0.5)
+        >>> clients.target_moments()[1] <= 0.5
+        True
+        """
+        parts = [self.y[self.offsets[i] : self.offsets[i] + self.train_counts[i]] for i in self.participants.tolist()]
+        values = np.concatenate(parts).astype(np.float64)
+        deviation = float(values.std())
+        return float(values.mean()), deviation if deviation > 0 else 1.0
+
     def imputed(self) -> Clients:
         """The same clients with each missing value (NaN) replaced by its column's mean over the participants' training rows.
 

@@ -315,7 +315,12 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
     elif isinstance(likelihood, str):
         likelihood = likelihood_named(likelihood, classes)
     shape = tuple(int(size) for size in clients.shape)
-    return NETWORKS[name](shape, likelihood, shift=clients.shift, scale=clients.scale, **options)
+    model = NETWORKS[name](shape, likelihood, shift=clients.shift, scale=clients.scale, **options)
+    if classes is not None:
+        return model
+    from fedbayes.models.targets import in_units
+
+    return in_units(model, *clients.target_moments())
 
 
 class _Network(nnx.Module):
