@@ -228,7 +228,9 @@ def test_outputs_that_do_not_match_the_likelihood():
 
 
 def rows(shape, classes=tuple("abc")):
-    return types.SimpleNamespace(shape=shape, classes=classes, y=None, shift=0.0, scale=255.0)
+    return types.SimpleNamespace(
+        shape=shape, classes=classes, y=None, shift=0.0, scale=255.0, target_moments=lambda: (0.0, 1.0)
+    )
 
 
 def test_network_by_name():

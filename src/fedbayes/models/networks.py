@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from fedbayes.errors import UserError
 from fedbayes.models.convolution import Padding, conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Categorical, Likelihood, Normal, likelihood_named
 
-Init = Literal["torch", "lecun"]
+Init = str  # "torch" or "lecun"; not a Literal, so that a wrong word meets our error and not a type checker's
 Apply = Callable[[Params, Shaped[Array, "n ..."]], Float[Array, "n k"]]
 
 
