@@ -12,7 +12,8 @@ from table import TABLE
 from fedbayes import keys, reduce, wire
 from fedbayes.algorithm import Algorithm, Data
 from fedbayes.algorithms import REGISTRY, find
-from fedbayes.simulator import Simulation, up_of
+from fedbayes.cohort import up_of
+from fedbayes.simulator import Simulation
 from fedbayes.stances import assess
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -64,7 +64,7 @@ def test_small_data_has_one_length_and_large_data_a_few(monkeypatch):
     assert 1 < len(found) <= 4
     assert sorted(np.concatenate([bucket.ids for bucket in found])) == list(range(7))
     for bucket in found:
-        assert data.train_counts[bucket.ids].max() == bucket.train_length
+        assert data.train_counts[bucket.ids].max() == bucket.train.length
 
 
 def test_buckets_and_memory_budget_change_no_number(monkeypatch, model):

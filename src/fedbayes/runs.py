@@ -29,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import __version__, wire
+from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.simulator import AnyAlgorithm, Diverged, Round, Simulation
+from fedbayes.simulator import Diverged, Round, Simulation
 from fedbayes.stances import STANCES, Evaluation, assess, no_scores
 
 SCHEMA = 1

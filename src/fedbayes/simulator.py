@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from fedbayes import keys, reduce, trees
-from fedbayes.algorithm import Algorithm, Data
+from fedbayes.cohort import (
+    AnyAlgorithm,
+    Outcome,
+    Padding,
+    Rows,
+    broadcast,
+    init_local,
+    init_server,
+    run_client,
+    run_cohort,
+    server_step,
+)
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.states import States
 
-AnyAlgorithm = Algorithm[Any, Any, Any, Any]
-
 MEMORY = 512 * 2**20
 """Bytes of rows and states that one compiled call may hold."""
+RESIDENT = 256 * 2**20
+"""Bytes of a data set up to which all its rows lie on the device for the whole run."""
 ONE_LENGTH = 32 * 2**20
 """Bytes of a cohort's rows up to which all clients are padded to one length."""
 CACHE = 2**18
@@ -39,8 +49,8 @@ class Bucket(NamedTuple):
     """Clients padded to the same lengths."""
 
     ids: np.ndarray
-    train_length: int
-    test_length: int
+    train: Padding
+    test: Padding
 
 
 class Diverged(UserError):
@@ -70,8 +80,12 @@ def buckets(data: Clients, cohort: int, most: int = 4) -> list[Bucket]:
     found = []
     for number in np.unique(group):
         ids = np.flatnonzero(group == number)
-        found.append(Bucket(ids, max(1, int(data.train_counts[ids].max())), max(1, int(data.test_counts[ids].max()))))
+        found.append(Bucket(ids, _padding(data.train_counts[ids]), _padding(data.test_counts[ids])))
     return found
+
+
+def _padding(counts: np.ndarray) -> Padding:
+    return Padding(max(1, int(counts.max())), bool((counts == counts.max()).all() and counts.max() > 0))
 
 
 class Simulation:
@@ -115,8 +129,8 @@ class Simulation:
         self.dropout = dropout
         self.buckets = buckets(data, self.cohort)
         server_key, local_key = keys.of_start(seed)
-        self.state = _init_server(algorithm, server_key)
-        self.fresh = jax.device_get(_init_local(algorithm, local_key))
+        self.state = init_server(algorithm, server_key)
+        self.fresh = jax.device_get(init_local(algorithm, local_key))
         self.round = 0
         self.local: States[Any] = States(self.fresh, len(data), folder)
         self.width = width or group_width(self.state, self.fresh)
@@ -128,7 +142,7 @@ class Simulation:
 
     def down(self) -> Any:
         """What the clients of the next round receive, and what everyone predicts with now."""
-        return _broadcast(self.algorithm, keys.of_round(self.seed, self.round + 1), self.state)
+        return broadcast(self.algorithm, keys.of_round(self.seed, self.round + 1), self.state)
 
     def chosen(self, round: int) -> np.ndarray:
         """The clients of a round: drawn without replacement from the participants, less those that drop out."""
@@ -157,7 +171,7 @@ class Simulation:
         self._check(outcomes, calls, round)
         partial = functools.reduce(reduce.combine, [outcome.partial for outcome in outcomes])
         stacks = _restack([outcome.stacks for outcome in outcomes], [call.ids for call in calls])
-        state, metrics, fine = _server_step(self.algorithm, key, self.state, down, partial, stacks)
+        state, metrics, fine = server_step(self.algorithm, key, self.state, down, partial, stacks)
         if not fine:
             raise Diverged(f"round {round}: the server's state is no longer finite although every upload was; {ADVICE}")
         for call, outcome in zip(calls, outcomes, strict=True):
@@ -172,17 +186,39 @@ class Simulation:
         return list(calls)
 
     def _gather(self, ids: np.ndarray) -> Iterator[Call]:
-        """The rows of a cohort, bucket by bucket, in calls that fit the memory budget and always have the same shape."""
+        """A cohort, bucket by bucket, in calls that fit the memory budget and always have the same shape."""
         for number, bucket in enumerate(self.buckets):
             members = ids[self._bucket_of[ids] == number]
             if not len(members):
                 continue
             # Clients of like length share a group, so that a vmapped group wastes few steps on its shorter ones.
             members = members[np.argsort(self.data.train_counts[members], kind="stable")]
-            slots = self.slots(len(bucket.ids), bucket.train_length)
+            slots = self.slots(len(bucket.ids), bucket.train.length)
             for start in range(0, len(members), slots):
-                part = members[start : start + slots]
-                yield Call(part, slots, self.data.train(part, bucket.train_length, slots))
+                yield self.call(members[start : start + slots], slots, bucket.train, "train")
+
+    def call(self, ids: np.ndarray, slots: int, padding: Padding, part: Literal["train", "test"]) -> Call:
+        """The training or test rows of some clients, for a compiled call."""
+        starts, counts = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        all_counts = self.data.train_counts if part == "train" else self.data.test_counts
+        counts[: len(ids)] = all_counts[ids]
+        if self._resident is not None:
+            begin = self.data.offsets[ids] + (0 if part == "train" else self.data.train_counts[ids])
+            starts[: len(ids)] = begin
+            return Call(ids, slots, padding, Rows(*self._resident, starts, counts))
+        gather = self.data.train if part == "train" else self.data.test
+        x, y, _ = gather(ids, padding.length, slots)
+        starts[:] = np.arange(slots) * padding.length
+        return Call(ids, slots, padding, Rows(x.reshape(-1, *x.shape[2:]), y.reshape(-1), starts, counts))
+
+    @functools.cached_property
+    def _resident(self) -> tuple[Array, Array] | None:
+        """All rows on the device, where they are few; with a tail, so that the last client can be cut to any length."""
+        if isinstance(self.data.x, np.memmap) or self.data.x.nbytes > RESIDENT:
+            return None
+        tail = max(max(bucket.train.length, bucket.test.length) for bucket in self.buckets)
+        x, y = (np.pad(rows, [(0, tail)] + [(0, 0)] * (rows.ndim - 1)) for rows in (self.data.x, self.data.y))
+        return jax.device_put(x), jax.device_put(y)
 
     def slots(self, members: int, rows: int, cohort: int | None = None, state: int = 0) -> int:
         """How many clients a compiled call takes: the cohort where the memory budget allows, in whole groups."""
@@ -192,19 +228,19 @@ class Simulation:
         return -(-wanted // self.width) * self.width if self.mode == "vmap" else wanted
 
     def _run_vmap(self, key: PRNGKeyArray, down: Any, call: Call, round: int) -> Outcome:
-        ids = np.zeros(call.slots, np.uint32)
-        ids[: len(call.ids)] = call.ids
         local = self.local.get(call.ids, call.slots)
-        return _cohort(self.algorithm, self.width, key, down, ids, np.int32(len(call.ids)), local, call.data)
+        count = np.int32(len(call.ids))
+        return run_cohort(self.algorithm, self.width, call.padding, key, down, call.padded_ids, count, local, call.rows)
 
     def _run_loop(self, key: PRNGKeyArray, down: Any, call: Call, round: int) -> Outcome:
         local = self.local.get(call.ids)
         partial, ups, locals_ = None, [], []
         for place, client in enumerate(call.ids):
-            one = jax.tree.map(lambda leaf, place=place: leaf[place], (local, call.data))
+            own = jax.tree.map(lambda leaf, place=place: leaf[place], local)
+            client_key = keys.fold(key, np.uint32(client))
             name = str(self.data.names[client])
             try:
-                error, (up, new) = _one_client(self.algorithm, keys.fold(key, np.uint32(client)), down, *one)
+                error, (up, new) = run_client(self.algorithm, call.padding, client_key, down, own, call.rows, np.int32(place))
             except Exception as problem:
                 problem.add_note(f"while running client {name!r} in round {round}")
                 raise
@@ -235,20 +271,17 @@ ADVICE = "try a smaller step size, less momentum or standardised features"
 
 
 class Call(NamedTuple):
-    """The input of one compiled call."""
+    """The clients of one compiled call and their rows."""
 
     ids: np.ndarray
     slots: int
-    data: Data
+    padding: Padding
+    rows: Rows
 
-
-class Outcome(NamedTuple):
-    """The output of one: the running sum, the stacked fields, the new states, and whose numbers are finite."""
-
-    partial: reduce.Partial
-    stacks: dict[str, Any]
-    local: Any
-    fine: Array
+    @property
+    def padded_ids(self) -> np.ndarray:
+        """`slots` indices, the first of them those of the clients."""
+        return np.concatenate([self.ids, np.zeros(self.slots - len(self.ids), self.ids.dtype)]).astype(np.uint32)
 
 
 def cohort_size(cohort: int | float | None, population: int) -> int:
@@ -272,122 +305,6 @@ def cohort_size(cohort: int | float | None, population: int) -> int:
 def group_width(state: Any, local: Any) -> int:
     """How many clients to run at once: many small networks fill a vector unit, large ones only leave the cache."""
     return max(1, min(64, CACHE // max(1, trees.size(state) + trees.size(local))))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init_server(algorithm: AnyAlgorithm, key: PRNGKeyArray) -> Any:
-    return algorithm.init_server(key)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init_local(algorithm: AnyAlgorithm, key: PRNGKeyArray) -> Any:
-    return algorithm.init_local(key)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _broadcast(algorithm: AnyAlgorithm, key: PRNGKeyArray, server: Any) -> Any:
-    return algorithm.broadcast(keys.fold(key, np.uint32(keys.BROADCAST)), server)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _cohort(
-    algorithm: AnyAlgorithm,
-    width: int,
-    key: PRNGKeyArray,
-    down: Any,
-    ids: Int[Array, " slots"],
-    count: Int[Array, ""],
-    local: Any,
-    data: Data,
-) -> Outcome:
-    def one(id: Any, local: Any, data: Data) -> tuple[Any, Any, Any]:
-        up, new = algorithm.client(keys.fold(key, id), down, local, data)
-        return up, new, trees.finite((up, new))
-
-    up_shape, _, _ = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (ids, local, data)))
-    slots = ids.shape[0]
-    stacks = {
-        name: jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), value)
-        for name, value in reduce.stacked(up_shape).items()
-    }
-    start = Outcome(reduce.empty(up_shape), stacks, local, jnp.ones(slots, bool))
-
-    def group(number: Any, done: Outcome) -> Outcome:
-        place = number * width
-        chosen = slice_of((ids, done.local, data), place, width)
-        ups, new, fine = each(one, width)(*chosen)
-        present = (place + jnp.arange(width) < count).astype(jnp.float32)
-        return Outcome(
-            reduce.add(done.partial, ups, present),
-            put_back(done.stacks, reduce.stacked(ups), place),
-            put_back(done.local, new, place),
-            put_back(done.fine, fine, place),
-        )
-
-    return jax.lax.fori_loop(0, (count + width - 1) // width, group, start)
-
-
-def each(function: Callable[..., Any], width: int) -> Callable[..., Any]:
-    """`vmap` over a group; a group of one is not mapped, so that its loops end when the client does."""
-    if width > 1:
-        return jax.vmap(function)
-
-    def alone(*arguments: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[None], function(*jax.tree.map(lambda leaf: leaf[0], arguments)))
-
-    return alone
-
-
-def for_each(function: Callable[..., Any], width: int, count: Int[Array, ""], *arguments: Any) -> Any:
-    """`function` of the first `count` entries of the arguments, stacked, group after group; what lies beyond is zeros."""
-    slots = jax.tree.leaves(arguments)[0].shape[0]
-    shapes = jax.eval_shape(function, *jax.tree.map(lambda leaf: leaf[0], arguments))
-    start = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), shapes)
-
-    def group(number: Any, done: Any) -> Any:
-        place = number * width
-        return put_back(done, each(function, width)(*slice_of(arguments, place, width)), place)
-
-    return jax.lax.fori_loop(0, (count + width - 1) // width, group, start)
-
-
-def slice_of(tree: Any, place: Any, width: int) -> Any:
-    """`width` entries of each leaf's first axis, from a place that may be traced."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, width), tree)
-
-
-def put_back(tree: Any, part: Any, place: Any) -> Any:
-    """The inverse of `slice_of`."""
-    return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, place, 0), tree, part)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _one_client(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
-    def run() -> Any:
-        up, new = algorithm.client(key, down, local, data)
-        checkify.debug_check(trees.finite((up, new)), "the upload or the client's state is not finite")
-        return up, new
-
-    return checkify.checkify(run)()
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _server_step(
-    algorithm: AnyAlgorithm, key: PRNGKeyArray, server: Any, down: Any, partial: reduce.Partial, stacks: dict[str, Any]
-) -> tuple[Any, dict[str, Float[Array, ""]], Any]:
-    up_type = up_of(algorithm)
-    up = reduce.finish(up_type, partial, stacks)
-    state = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, up)
-    scalars = {name: value for name, value in trees.named(up).items() if value.ndim == 0 and name in up_type._fields}
-    return state, scalars, trees.finite(state)
-
-
-def up_of(algorithm: AnyAlgorithm) -> Any:
-    """The class `Up` that the algorithm names as the last of its type parameters."""
-    for base in type(algorithm).__orig_bases__:  # type: ignore[attr-defined]
-        if getattr(base, "__origin__", None) is Algorithm:
-            return base.__args__[3]
-    raise TypeError(f"{type(algorithm).__name__} must derive from Algorithm[Server, Local, Down, Up]")
 
 
 def _restack(stacks: list[dict[str, Any]], ids: list[np.ndarray]) -> dict[str, Any]:

@@ -12,20 +12,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from fedbayes import keys, trees
 from fedbayes.algorithm import Data
+from fedbayes.cohort import AnyAlgorithm, Padding, Rows, client_data, for_each
 from fedbayes.evaluate import SHAPES, Score, blockwise, is_numeric, summary
-from fedbayes.simulator import AnyAlgorithm, Simulation, for_each
+from fedbayes.simulator import Call, Simulation
 
 STANCES = ("global", "personal", "adapted")
 BLOCK = 128
 """Test rows that are predicted at once."""
 CHUNK = 256
 """Clients in one compiled call."""
-
-Ids = Int[Array, " slots"]
 
 
 class Evaluation(NamedTuple):
@@ -55,14 +54,11 @@ def assess(
     key, down = keys.of_round(simulation.seed, simulation.round), simulation.down()
     found = {stance: no_scores(len(data)) for stance in stances}
     for bucket in simulation.buckets:
-        length = bucket.train_length + bucket.test_length
+        length = bucket.train.length + bucket.test.length
         slots = simulation.slots(len(bucket.ids), length, CHUNK, trees.size(down))  # adapted states may be whole networks
         for start in range(0, len(bucket.ids), slots):
             ids = bucket.ids[start : start + slots]
-            padded = np.zeros(slots, np.uint32)
-            padded[: len(ids)] = ids
-            shared = (algorithm, simulation.width if simulation.mode == "vmap" else 1, key, down, padded, np.int32(len(ids)))
-            test = data.test(ids, bucket.test_length, slots)
+            test = simulation.call(ids, slots, bucket.test, "test")
             local = simulation.local.get(ids, slots)
             for stance in stances:
                 if stance == "global":
@@ -70,8 +66,11 @@ def assess(
                 elif stance == "personal":
                     state = local
                 else:
-                    state = _adapt(*shared, local, data.train(ids, bucket.train_length, slots))
-                for column, value in zip(found[stance], _score(*shared, state, test), strict=True):
+                    state = _per_client(
+                        _adapt, simulation, key, down, local, simulation.call(ids, slots, bucket.train, "train")
+                    )
+                score = _per_client(_score, simulation, key, down, state, test)
+                for column, value in zip(found[stance], score, strict=True):
                     column[ids] = np.asarray(value)[: len(ids)]
             if progress is not None:
                 progress(len(ids))
@@ -83,23 +82,35 @@ def no_scores(count: int) -> Score:
     return Score(*(np.zeros((count, *shape), np.float32) for shape in SHAPES))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _adapt(
-    algorithm: AnyAlgorithm, width: int, key: PRNGKeyArray, down: Any, ids: Ids, count: Int[Array, ""], local: Any, data: Data
+def _per_client(one: Callable[..., Any], simulation: Simulation, key: PRNGKeyArray, down: Any, state: Any, call: Call) -> Any:
+    width, count = simulation.width if simulation.mode == "vmap" else 1, np.int32(len(call.ids))
+    return _run(one, simulation.algorithm, width, call.padding, key, down, call.padded_ids, count, state, call.rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    one: Callable[..., Any],
+    algorithm: AnyAlgorithm,
+    width: int,
+    padding: Padding,
+    key: PRNGKeyArray,
+    down: Any,
+    ids: Any,
+    count: Any,
+    state: Any,
+    rows: Rows,
 ) -> Any:
-    def one(id: Any, local: Any, data: Data) -> Any:
-        return algorithm.adapt(keys.fold(keys.fold(key, id), np.uint32(keys.ADAPT)), down, local, data)
+    def client(id: Any, state: Any, start: Any, count: Any) -> Any:
+        return one(algorithm, keys.fold(key, id), down, state, client_data(rows, padding, start, count))
 
-    return for_each(one, width, count, ids, local, data)
+    return for_each(client, width, count, ids, state, rows.starts, rows.counts)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _score(
-    algorithm: AnyAlgorithm, width: int, key: PRNGKeyArray, down: Any, ids: Ids, count: Int[Array, ""], local: Any, data: Data
-) -> Score:
-    def one(id: Any, local: Any, data: Data) -> Score:
-        draw = keys.fold(keys.fold(key, id), np.uint32(keys.PREDICT))
-        likelihood = algorithm.model.likelihood  # type: ignore[attr-defined]
-        return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood, data, BLOCK)
+def _adapt(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
+    return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
 
-    return for_each(one, width, count, ids, local, data)
+
+def _score(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:
+    draw = keys.fold(key, np.uint32(keys.PREDICT))
+    likelihood = algorithm.model.likelihood  # type: ignore[attr-defined]
+    return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood, data, BLOCK)
