@@ -5,7 +5,8 @@ nothing outside. Matrix products are fast everywhere. Two ways lead to them; `be
 
 - im2col: the patches under the kernel side by side, one product with the kernel; for kernels of any size and stride.
 - Winograd's F(4 × 4, 3 × 3): sixteen outputs from 36 multiplications where im2col needs 144, for 3 × 3 kernels with stride 1
-  and enough channels. Its rounding error is about ten times that of im2col, 1e-6 of the largest output.
+  and enough channels. Its rounding error is about eight times that of im2col: 5e-6 of the largest output
+  against 7e-7, with 32 channels.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def conv2d(
     kh, kw, c, d = kernel.shape
     x = _pad(x, kh, kw, stride, padding)
     p, q = x.shape[1] - kh + 1, x.shape[2] - kw + 1
-    # The transforms of Winograd's way cost as much per channel as the products save with about eight of them, and tiles that
-    # stick out over the edge are computed for nothing.
+    # With few channels either way is cheap and im2col rounds less: at 20 rows of 26 × 26 and 8 channels the tiles save 0.3
+    # of 1.7 ms, at 32 channels 10 of 17. Tiles that stick out over the edge are computed for nothing; two thirds is a guess.
     if (kh, kw, stride) == (3, 3, 1) and min(c, d) >= 8 and 3 * p * q >= 2 * OUT**2 * -(-p // OUT) * -(-q // OUT):
         return winograd(x, kernel)
     return im2col(x, kernel, stride)
@@ -123,8 +124,8 @@ AT = np.array([[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0,
 def winograd(x: Float[Array, "n h w c"], kernel: Float[Array, "3 3 c d"]) -> Float[Array, "n p q d"]:
     """The convolution of a 3 × 3 kernel with stride 1 and without padding, in tiles of 4 × 4 outputs.
 
-    The gradient is written out. Everything here is linear, so JAX would find it, but as sums of padded arrays that XLA fuses
-    into loops that compute each element many times over. For the same reason there is a barrier after every pass over one axis.
+    The gradient is written out. Everything here is linear, so JAX would find it, but as sums of padded arrays. A barrier
+    follows every pass over one axis: without them, what XLA fuses takes up to four times as long.
 
     >>> winograd(jnp.ones((2, 6, 7, 1)), jnp.ones((3, 3, 1, 4))).shape
     (2, 4, 5, 4)
