@@ -9,7 +9,7 @@ import pytest
 from conftest import assert_close, assert_same
 from table import TABLE
 
-from fedbayes import keys, reduce, wire
+from fedbayes import keys, reduce, simulator, wire
 from fedbayes.algorithm import Algorithm, Data
 from fedbayes.algorithms import REGISTRY, find
 from fedbayes.cohort import up_of
@@ -148,9 +148,12 @@ def test_unseen_clients_keep_nothing_from_training(name, model, clients):
     assert not simulation.local.trained()[clients.unseen].any()
 
 
+@pytest.mark.parametrize("one_length", [True, False])
 @each_algorithm
-def test_compiles_once(name, model, clients):
+def test_one_trace_for_each_bucket(name, model, clients, monkeypatch, one_length):
     """A second simulation with another seed, and later rounds, trace nothing new."""
+    if not one_length:
+        monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
     algorithm = TABLE[name](model)
     traced = []
 
@@ -179,6 +182,5 @@ def test_compiles_once(name, model, clients):
         simulation = Simulation(counted, clients, cohort=3, seed=seed)
         for _ in range(4):
             simulation.step()
-    # Once for the shapes of the upload and once for the program, for each bucket.
-    assert len(simulation.buckets) == 1
-    assert len(traced) == 2
+    assert len(simulation.buckets) == (1 if one_length else 2)
+    assert len(traced) == len(simulation.buckets)

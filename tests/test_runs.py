@@ -16,6 +16,7 @@ from table import TABLE
 import fedbayes
 from fedbayes import runs, wire
 from fedbayes.errors import UserError
+from fedbayes.models import Categorical, mlp
 from fedbayes.runs import simulate
 from fedbayes.simulator import Diverged
 from fedbayes.training import Training
@@ -76,6 +77,13 @@ def test_another_config_is_refused(finished, model, clients, change, message):
 def test_other_data_is_refused(finished, model, clients):
     with pytest.raises(UserError, match="another data"):
         fit(model, clients.hold_out(1, seed=9), finished[0], evaluate_every=2, resume=True)
+
+
+def test_another_network_is_refused(finished, clients):
+    """Of the same shapes: only its program differs."""
+    for other in (mlp((4,), Categorical(2), hidden=(8,), init="lecun"), mlp((4,), Categorical(2), hidden=(8,), scale=2.0)):
+        with pytest.raises(UserError, match="is a run with another model"):
+            fit(other, clients, finished[0], evaluate_every=2, resume=True)
 
 
 class Stop(Exception):

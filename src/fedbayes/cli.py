@@ -5,11 +5,15 @@ JAX takes a second to import, so nothing here does; a command's own module is im
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import hashlib
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fedbayes import __version__
 from fedbayes.errors import UserError
@@ -31,6 +35,20 @@ def overview() -> str:
     return "\n".join([*lines, "", "fedbayes COMMAND --help says more; fedbayes --version prints the version."])
 
 
+def keep_compiled() -> None:
+    """Keep compiled programs for the next run, in the user's cache folder, unless JAX was told where.
+
+    The folder's name has the processor's abilities in it: a program that was compiled for one may not run on another.
+    """
+    with contextlib.suppress(OSError):
+        cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+        machine = hashlib.sha256((platform.machine() + cpu).encode()).hexdigest()[:12]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbayes" / f"compiled-{machine}"
+        cache.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for what a user can mend, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -45,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = difflib.get_close_matches(given[0], COMMANDS, n=1)
             hint = f"did you mean {near[0]}" if near else f"choose one of {', '.join(COMMANDS)}"
             raise UserError(f"there is no command {given[0]!r}; {hint}")
+        keep_compiled()
         importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
     except UserError as problem:
         print(f"fedbayes: {problem}", file=sys.stderr)

@@ -18,8 +18,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import keys, reduce, trees
 from fedbayes.algorithm import Algorithm, Data
+from fedbayes.training import checked_steps
 
 AnyAlgorithm = Algorithm[Any, Any, Any, Any]
+jit_inline = functools.partial(jax.jit, inline=True)
 
 
 class Rows(NamedTuple):
@@ -67,6 +69,7 @@ def run_cohort(
 ) -> Outcome:
     """A round of the first `count` clients, `width` of them at a time, their uploads summed as they come."""
 
+    @jit_inline  # traced once, although it is asked for its shapes and then for its program
     def one(id: Any, local: Any, start: Any, count: Any) -> tuple[Any, Any, Any]:
         data = client_data(rows, padding, start, count)
         up, new = algorithm.client(keys.fold(key, id), down, local, data)
@@ -100,8 +103,9 @@ def run_client(
 
     def run() -> Any:
         data = client_data(rows, padding, jnp.asarray(rows.starts)[place], jnp.asarray(rows.counts)[place])
-        up, new = algorithm.client(key, down, local, data)
-        checkify.debug_check(trees.finite((up, new)), "the upload or the client's state is not finite")
+        with checked_steps():
+            up, new = algorithm.client(key, down, local, data)
+        checkify.check(trees.finite((up, new)), "the upload or the client's state is not finite")
         return up, new
 
     return checkify.checkify(run)()
@@ -110,6 +114,7 @@ def run_client(
 def for_each(function: Callable[..., Any], width: int, count: Any, *arguments: Any) -> Any:
     """`function` of the first `count` entries of the arguments, stacked, group after group; what lies beyond is zeros."""
     arguments = jax.tree.map(jnp.asarray, arguments)
+    function = jit_inline(function)
     slots = jax.tree.leaves(arguments)[0].shape[0]
     start = stack_of(jax.eval_shape(function, *jax.tree.map(lambda leaf: leaf[0], arguments)), slots)
 

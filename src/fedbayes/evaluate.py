@@ -46,11 +46,10 @@ SHAPES = ((),) * 6 + ((BINS,),) * 3
 def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array, " n"], mask: Bool[Array, " n"]) -> Score:
     """The score of S draws of the likelihood's parameters on rows `y`.
 
-        >>> from fedbayes.algorithm import Data
-    from fedbayes.models import Categorical
-        >>> sure = jnp.array([[[9.0, 0.0], [0.0, 9.0]]])
-        >>> float(score(Categorical(2), sure, jnp.array([0, 0]), jnp.array([True, True])).error)
-        1.0
+    >>> from fedbayes.models import Categorical
+    >>> sure = jnp.array([[[9.0, 0.0], [0.0, 9.0]]])
+    >>> float(score(Categorical(2), sure, jnp.array([0, 0]), jnp.array([True, True])).error)
+    1.0
     """
     function = _labels if isinstance(likelihood, Categorical | Bernoulli) else _numbers
     log_draws = likelihood.log_prob(draws, y)

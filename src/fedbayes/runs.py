@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -126,6 +127,7 @@ def simulate(
         "evaluate_every": evaluate_every,
         "stances": list(stances),
         "data": describe_data(data),
+        "model": fingerprint(algorithm.model, data),  # type: ignore[attr-defined]
         **(config or {}),
     }
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
@@ -274,6 +276,22 @@ def describe(config: Any) -> Any:
     if isinstance(config, tuple | list):
         return [describe(entry) for entry in config]
     return config if isinstance(config, str | int | float | bool | None) else repr(config)
+
+
+def fingerprint(model: Model, data: Clients) -> str:
+    """A digest of the network as a program, constants and all, so that a run is not resumed with another one.
+
+    Activation, initialisation and scaling are in it, which shapes do not show.
+    """
+    x = jax.ShapeDtypeStruct((2, *data.shape), data.x.dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(model.init, key)
+    digest = hashlib.sha256()
+    for program in (jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x)):
+        digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
+        for constant in program.consts:
+            digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def describe_data(data: Clients) -> dict[str, Any]:

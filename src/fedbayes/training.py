@@ -6,8 +6,10 @@ draws the same order; steps that would hold padding alone are not taken; a batch
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -73,6 +75,22 @@ class Training:
         return optax.chain(optax.add_decayed_weights(self.weight_decay), sgd) if self.weight_decay else sgd
 
 
+_checked = contextvars.ContextVar("_checked", default=False)
+
+
+@contextlib.contextmanager
+def checked_steps() -> Iterator[None]:
+    """Put a check after each local step that is traced here; to be used inside `checkify.checkify`.
+
+    Only the simulator's loop asks for it: a program with checks, even idle ones, takes JAX's slow way to the device.
+    """
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
 def local_steps(
     step: Callable[[Carry, PRNGKeyArray, Data], Carry], carry: Carry, key: PRNGKeyArray, data: Data, batch: int, epochs: int
 ) -> Carry:
@@ -97,9 +115,9 @@ def local_steps(
             chosen = jax.lax.dynamic_slice(order, (place * batch,), (batch,))
             mask = place * batch + jnp.arange(batch) < rows
             carry = step(carry, jax.random.fold_in(epoch_key, place), Data(data.x[chosen], data.y[chosen], mask))
-            # Costs nothing unless the simulator runs clients="loop", which turns it into an error that names the step.
-            message = "local step {step} of epoch {epoch} left numbers that are not finite"
-            checkify.debug_check(trees.finite(carry), message, step=place + 1, epoch=number + 1)
+            if _checked.get():
+                message = "local step {step} of epoch {epoch} left numbers that are not finite"
+                checkify.check(trees.finite(carry), message, step=place + 1, epoch=number + 1)
             return carry
 
         return jax.lax.fori_loop(0, steps, minibatch, carry)

@@ -69,7 +69,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     head: tuple[str, ...] = ("head",)
     """Paths of the part that is not trained."""
     head_scale: float = 1.0
-    """The head's kernel at its start is multiplied by this."""
+    """The head at its start, kernel and bias, is multiplied by this."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)

@@ -2,17 +2,9 @@
 
 from fedbayes.models.convolution import conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, Poisson
-from fedbayes.models.networks import (
-    Model,
-    cnn,
-    from_equinox,
-    from_flax,
-    from_functions,
-    mlp,
-    mobilenet,
-    network,
-    with_learned_scale,
-)
+from fedbayes.models.model import Model, from_equinox, from_flax, from_functions, with_learned_scale
+from fedbayes.models.networks import cnn, mlp, mobilenet, network
+from fedbayes.models.targets import in_units
 
 __all__ = [
     "Bernoulli",
@@ -27,6 +19,7 @@ __all__ = [
     "from_equinox",
     "from_flax",
     "from_functions",
+    "in_units",
     "max_pool",
     "mlp",
     "mobilenet",

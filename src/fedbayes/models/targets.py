@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fedbayes.algorithm import Params
 from fedbayes.models.likelihoods import Likelihood, Normal, Poisson
-from fedbayes.models.networks import Model
+from fedbayes.models.model import Model
 
 
 def in_units(model: Model, mean: float, deviation: float) -> Model:

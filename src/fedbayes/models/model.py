@@ -1,0 +1,237 @@
+"""A model: a network as two pure functions over nested dicts of named arrays, and what its outputs mean.
+
+`from_flax`, `from_equinox` and `from_functions` take anybody's own network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+
+from fedbayes.algorithm import Params
+from fedbayes.errors import UserError
+from fedbayes.models.likelihoods import Likelihood, Normal
+
+Apply = Callable[[Params, Shaped[Array, "n ..."]], Float[Array, "n k"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A network and what its outputs mean: two pure functions and a likelihood.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> model = mlp((4,), Categorical(3), hidden=(8,))
+    >>> params = model.init(jax.random.key(0))
+    >>> jax.tree.map(jnp.shape, params)
+    {'body': {'dense0': {'bias': (8,), 'kernel': (4, 8)}}, 'head': {'bias': (3,), 'kernel': (8, 3)}}
+    >>> model.apply(params, jnp.zeros((5, 4))).shape
+    (5, 3)
+    """
+
+    init: Callable[[PRNGKeyArray], Params]
+    """From a key to parameters: nested dicts of named arrays."""
+    apply: Apply
+    """From parameters and rows to `likelihood.outputs` numbers per row; may be jitted, mapped and differentiated."""
+    likelihood: Likelihood
+    """What the numbers mean."""
+    name: str = "custom"
+
+    def __repr__(self) -> str:
+        return f"Model({self.name}, {self.likelihood})"
+
+
+def from_flax(
+    factory: Callable[[nnx.Rngs], nnx.Module],
+    likelihood: Likelihood,
+    shape: tuple[int, ...] | None = None,
+    shift: Any = None,
+    scale: Any = None,
+    name: str = "flax",
+) -> Model:
+    """A Flax (nnx) module that maps rows to outputs. With a learned scale, the module gives the mean alone.
+
+    Rows reach the module as (x − shift) / scale in float32 where either is given, else as they are. With `shape`, the shape of
+    one row, the outputs are checked against the likelihood here and not in the first round.
+
+    >>> model = from_flax(lambda rngs: nnx.Linear(4, 3, rngs=rngs), Categorical(3), shape=(4,))
+    >>> sorted(model.init(jax.random.key(0)))
+    ['bias', 'kernel']
+    """
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
+    paths = []
+    for path, variable in nnx.to_flat_state(abstract):
+        if not isinstance(variable, nnx.Param):
+            raise UserError(
+                f"the Flax module keeps {type(variable).__name__} at {'/'.join(map(str, path))}, but a model is a pure "
+                "function of its parameters; use group or layer in place of batch normalisation, and leave out dropout"
+            )
+        paths.append(path)
+
+    def init(key: PRNGKeyArray) -> Params:
+        state = nnx.state(factory(nnx.Rngs(key)))
+        return _nested({path: variable.get_value() for path, variable in nnx.to_flat_state(state)})
+
+    def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
+        state = nnx.from_flat_state([(path, nnx.Param(_at(params, path))) for path in paths])
+        module: Any = nnx.merge(graph, state)
+        output: Array = module(x)
+        return output
+
+    return from_functions(init, apply, likelihood, shape=shape, shift=shift, scale=scale, name=name)
+
+
+def from_equinox(
+    factory: Callable[[PRNGKeyArray], Any],
+    likelihood: Likelihood,
+    shape: tuple[int, ...] | None = None,
+    shift: Any = None,
+    scale: Any = None,
+    name: str = "equinox",
+) -> Model:
+    """An Equinox module that maps one row to its outputs; its floating-point arrays are the parameters.
+
+    `shape`, `shift` and `scale` are as for `from_flax`.
+
+    >>> import equinox
+    >>> model = from_equinox(lambda key: equinox.nn.MLP(4, 3, 8, 1, key=key), Categorical(3), shape=(4,))
+    >>> model.init(jax.random.key(0))["layers"]["0"]["weight"].shape
+    (8, 4)
+    """
+    import equinox
+
+    example = factory(jax.random.key(0))
+    if any(isinstance(leaf, equinox.nn.StateIndex) for leaf in jax.tree.leaves(example, is_leaf=_is_state_index)):
+        raise UserError(
+            "the Equinox module keeps running state, but a model is a pure function of its parameters; "
+            "use equinox.nn.GroupNorm or LayerNorm in place of BatchNorm"
+        )
+    parameters, static = equinox.partition(example, equinox.is_inexact_array)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
+    paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in leaves]
+
+    def init(key: PRNGKeyArray) -> Params:
+        values = jax.tree.leaves(equinox.filter(factory(key), equinox.is_inexact_array))
+        return _nested(dict(zip(paths, values, strict=True)))
+
+    def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
+        module = equinox.combine(jax.tree.unflatten(structure, [_at(params, path) for path in paths]), static)
+        output: Array = jax.vmap(module)(x)
+        return output
+
+    return from_functions(init, apply, likelihood, shape=shape, shift=shift, scale=scale, name=name)
+
+
+def from_functions(
+    init: Callable[[PRNGKeyArray], Params],
+    apply: Apply,
+    likelihood: Likelihood,
+    shape: tuple[int, ...] | None = None,
+    shift: Any = None,
+    scale: Any = None,
+    name: str = "functions",
+) -> Model:
+    """Any pair of pure functions; `init` gives nested dicts of arrays. With a learned scale, `apply` gives the mean alone.
+
+    `shape`, `shift` and `scale` are as for `from_flax`.
+
+    >>> def init(key):
+    ...     return {"weights": jax.random.normal(key, (4, 1))}
+    >>> def apply(params, x):
+    ...     return x @ params["weights"]
+    >>> model = from_functions(init, apply, Normal(scale=None), shape=(4,))
+    >>> sorted(model.init(jax.random.key(0)))
+    ['log_scale', 'weights']
+    """
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    if not isinstance(abstract, dict):
+        raise UserError(f"a model's init gives nested dicts of named arrays, not {type(abstract).__name__}; return a dict")
+    model = Model(init, _standardised(apply, shift, scale), likelihood, name)
+    if likelihood == Normal(scale=None):
+        model = with_learned_scale(model)
+        abstract = jax.eval_shape(model.init, jax.random.key(0))
+    if shape is not None:
+        rows = 3  # not 1, which would hide an output that has no axis for rows
+        x = jax.ShapeDtypeStruct((rows, *shape), jnp.float32)
+        found = jax.eval_shape(model.apply, abstract, x).shape
+        if found != (rows, likelihood.outputs):
+            raise UserError(
+                f"{rows} rows of shape {shape} through the model {name} give {found}, but {likelihood} needs "
+                f"{(rows, likelihood.outputs)}: {likelihood.outputs} numbers per row; change the last layer"
+            )
+    return model
+
+
+def with_learned_scale(model: Model) -> Model:
+    """A network that gives means, with one more parameter: the logarithm of the noise's scale, the same for every row.
+
+    >>> means = Model(lambda key: {"mean": jnp.zeros(())}, lambda params, x: jnp.full((len(x), 1), params["mean"]), Normal())
+    >>> model = with_learned_scale(means)
+    >>> model.apply(model.init(jax.random.key(0)), jnp.zeros((5, 2))).shape
+    (5, 2)
+    """
+
+    def init(key: PRNGKeyArray) -> Params:
+        return {**model.init(key), "log_scale": jnp.zeros((), jnp.float32)}
+
+    def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n 2"]:
+        mean = model.apply({name: value for name, value in params.items() if name != "log_scale"}, x)
+        if mean.shape != (len(x), 1):
+            raise UserError(f"a network with a learned scale gives one mean per row, {(len(x), 1)}, but gave {mean.shape}")
+        return jnp.concatenate([mean, jnp.broadcast_to(params["log_scale"], mean.shape)], axis=-1)
+
+    return dataclasses.replace(model, init=init, apply=apply, likelihood=Normal(scale=None))
+
+
+def network_outputs(likelihood: Likelihood) -> int:
+    """How many numbers the network itself gives per row: a learned scale is a leaf beside it."""
+    return 1 if likelihood == Normal(scale=None) else likelihood.outputs
+
+
+def _standardised(apply: Apply, shift: Any, scale: Any) -> Apply:
+    if shift is None and scale is None:
+        return apply
+    # Kept as NumPy arrays: a JAX array here would be made before the user has chosen a device.
+    shift = np.asarray(0.0 if shift is None else shift, np.float32)
+    scale = np.asarray(1.0 if scale is None else scale, np.float32)
+
+    def standardised(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
+        try:
+            # Broadcast by JAX and not by NumPy, which would put an array as large as the batch into the compiled code.
+            shifts, scales = (jnp.broadcast_to(jnp.asarray(value), x.shape) for value in (shift, scale))
+        except ValueError:
+            raise UserError(
+                f"rows have shape {x.shape[1:]}, which shift {shift.shape} and scale {scale.shape} do not fit"
+            ) from None
+        return apply(params, (x.astype(jnp.float32) - shifts) / scales)
+
+    return standardised
+
+
+def _nested(flat: dict[tuple[Any, ...], Array]) -> Params:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        at = nested
+        for part in path[:-1]:
+            at = at.setdefault(str(part), {})
+        at[str(path[-1])] = value
+    return nested
+
+
+def _at(params: Params, path: tuple[Any, ...]) -> Array:
+    value: Any = params
+    for part in path:
+        value = value[str(part)]
+    return value
+
+
+def _is_state_index(leaf: Any) -> bool:
+    import equinox
+
+    return isinstance(leaf, equinox.nn.StateIndex)
