@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
+export NO_MKDOCS_2_WARNING = 1
 BIN = $(VENV)/bin
 
 .PHONY: run test docs clean

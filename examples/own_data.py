@@ -1,6 +1,5 @@
 """Your own arrays: rows, targets and whose each row is, to predictions for a client. Run: python examples/own_data.py."""
 
-import jax.numpy as jnp
 import numpy as np
 
 import fedbayes as fb
@@ -32,14 +31,10 @@ def main(rounds: int = 60) -> fb.Fit:
         tune=fb.Training(epochs=20, batch=20, lr=0.02, momentum=0.9),
     )
     fit = fb.simulate(algorithm, clients, rounds=rounds)
-    for stance, groups in fit.result["metrics"].items():
-        for group, figures in groups.items():
-            print(f"{stance:9} {group:13} RMSE {figures['rmse']['rows']:.2f}  log score {figures['log_score']['rows']:.2f}")
+    print(fit)
 
-    # Draws (S, n, k) of the likelihood's parameters, and the predictive distribution that they make.
-    draws = fit.draws(x[:3], client="site-00")
-    predicted = model.likelihood.distribution(draws)
-    for truth, mean, deviation in zip(y[:3], predicted.mean[0], jnp.sqrt(predicted.variance[0]), strict=True):
+    # For a number, a prediction is a mean and a standard deviation.
+    for truth, (mean, deviation) in zip(y[:3], fit.predict(x[:3], client="site-00"), strict=True):
         print(f"site-00: {truth:.2f}, predicted {mean:.2f} ± {deviation:.2f}")
     return fit
 

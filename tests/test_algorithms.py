@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close, assert_same
@@ -33,7 +34,7 @@ def simulated(algorithm, data, rounds=3, **options):
 
 
 def one_client(clients, index, length):
-    return jax.tree.map(lambda leaf: leaf[0], clients.train([index], length))
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([index], length))
 
 
 @each_algorithm
@@ -106,7 +107,7 @@ def test_what_lies_in_the_padding_does_not_matter(name, model, clients):
     algorithm = TABLE[name](model).planned(3)
     simulation = Simulation(algorithm, clients)
     data = one_client(clients, 2, 37)
-    junk = Data(np.where(data.mask[:, None], data.x, 1e9).astype(np.float32), np.where(data.mask, data.y, 1), data.mask)
+    junk = Data(jnp.where(data.mask[:, None], data.x, 1e9), jnp.where(data.mask, data.y, 1), data.mask)
     arguments = (jax.random.key(3), simulation.down(), simulation.fresh)
     assert_close(algorithm.client(*arguments, data), algorithm.client(*arguments, junk), 0)
 

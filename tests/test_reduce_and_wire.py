@@ -189,9 +189,9 @@ TREE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": (np.int32(4), np
 
 
 def test_pack_keeps_every_bit_and_its_metadata():
-    content = wire.pack(TREE, {"round": "3"})
+    content = wire.pack(TREE, {"round": 3, "sha": "x"})
     assert_same(wire.unpack(content, TREE, "message"), TREE)
-    assert wire.metadata(content) == {"round": "3"}
+    assert wire.metadata(content) == {"round": 3, "sha": "x"}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from table import TABLE
 import fedbayes
 from fedbayes import runs, wire
 from fedbayes.errors import UserError
+from fedbayes.fit import simulate
 from fedbayes.models import Categorical, mlp
-from fedbayes.runs import simulate
 from fedbayes.simulator import Diverged
 from fedbayes.training import Training
 
@@ -46,7 +46,7 @@ def test_a_run_leaves_its_files(finished):
     assert set(result["metrics"]["personal"]["unseen"]["accuracy"]) == {"rows", "clients", "spread", "worst_tenth"}
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [entry["round"] for entry in entries] == [1, 2, 2, 3, 4, 4]
-    assert wire.metadata((folder / "checkpoint.safetensors").read_bytes())["round"] == "4"
+    assert wire.metadata((folder / "checkpoint.safetensors").read_bytes())["round"] == 4
     assert not list(folder.glob("*.part"))
 
 
@@ -171,7 +171,7 @@ def test_divergence_keeps_the_last_good_state(model, clients, tmp_path):
     diverging = type(algorithm)(model, train=Training(lr=1e30, batch=8, epochs=2))
     with pytest.raises(Diverged, match=r"round 1 diverged on .* \(the state after round 0 is kept in .*run\)"):
         simulate(diverging, clients, rounds=4, folder=tmp_path / "run")
-    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == "0"
+    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == 0
 
 
 def test_ctrl_c_ends_the_round_and_can_be_resumed(model, clients, tmp_path):
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_round_and_can_be_resumed(model, clients, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(model, clients, tmp_path / "run", checkpoint_every=100, callbacks=(press,))
-    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == "1"
+    assert wire.metadata((tmp_path / "run" / "checkpoint.safetensors").read_bytes())["round"] == 1
     assert fit(model, clients, tmp_path / "run", checkpoint_every=100, resume=True).simulation.round == 4
 
 
@@ -238,9 +238,26 @@ def test_a_fit_predicts_for_everyone_and_for_one(finished, clients):
     shared, own = done.draws(clients.x[:3]), done.draws(clients.x[:3], clients.names[clients.participants[0]])
     assert shared.shape == own.shape == (1, 3, 2)
     assert not np.allclose(shared, own)
-    with pytest.raises(UserError, match="there is no client 'nobody'"):
+    with pytest.raises(UserError, match="six has no client 'nobody'; the first are 0, 1"):
         done.draws(clients.x[:3], "nobody")
+    with pytest.raises(UserError, match="adapted needs a client"):
+        done.draws(clients.x[:3], adapted=True)
+    unseen = clients.names[clients.unseen][0]
+    adapted = done.predict(clients.rows(unseen, "test")[0], unseen, adapted=True)
+    np.testing.assert_allclose(adapted.sum(axis=1), 1, rtol=1e-5)
     assert repr(done) == "Fit(FedPer, 4 rounds on six)"
+    assert len(str(done).splitlines()) == 2 + 6
+
+
+def test_predictions_are_those_that_were_scored(finished, clients):
+    """In each stance, the client's log score follows from what `predict` gives for its test rows."""
+    _, done = finished
+    name = str(clients.names[clients.participants[1]])
+    x, y = clients.rows(name, "test")
+    for stance, options in {"global": {}, "personal": {"client": name}, "adapted": {"client": name, "adapted": True}}.items():
+        probabilities = np.asarray(done.predict(x, **options))
+        found = done.evaluation.scores[stance].log_score[clients.index(name)]
+        assert np.log(probabilities[np.arange(len(y)), y]).sum() == pytest.approx(float(found), rel=1e-4)
     assert fedbayes.__version__ == done.result["fedbayes"]
 
 

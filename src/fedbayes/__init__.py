@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedprox import FedProx
     from fedbayes.data import Clients
     from fedbayes.errors import UserError
+    from fedbayes.fit import Fit, simulate
     from fedbayes.models import network
-    from fedbayes.runs import Fit, simulate
     from fedbayes.simulator import Simulation
     from fedbayes.stances import assess
     from fedbayes.training import Training
@@ -33,7 +33,7 @@ _WHERE = {
     "FedBABU": "algorithms.fedbabu",
     "FedPer": "algorithms.fedper",
     "FedProx": "algorithms.fedprox",
-    "Fit": "runs",
+    "Fit": "fit",
     "Mean": "algorithm",
     "Reduce": "algorithm",
     "Simulation": "simulator",
@@ -43,7 +43,7 @@ _WHERE = {
     "UserError": "errors",
     "assess": "stances",
     "network": "models",
-    "simulate": "runs",
+    "simulate": "fit",
 }
 _MODULES = ("data", "models")
 

@@ -74,9 +74,36 @@ def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array,
     )
 
 
-def _labels(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]:
+def probabilities(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> Float[Array, "s n c"]:
+    """What each draw says of each label."""
     logits = draws if isinstance(likelihood, Categorical) else jnp.concatenate([jnp.zeros_like(draws), draws], axis=-1)
-    each = jax.nn.softmax(logits)
+    return jax.nn.softmax(logits)
+
+
+def moments(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> tuple[Float[Array, " n"], ...]:
+    """Mean of the mixture, its variance, and the part of that which is the draws' disagreement on the mean."""
+    # NumPyro's moments mix Python numbers and arrays.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        component = likelihood.distribution(draws)
+        means, variances = component.mean, component.variance
+    epistemic = jnp.var(means, axis=0)
+    return jnp.mean(means, axis=0), jnp.mean(variances, axis=0) + epistemic, epistemic
+
+
+def predictive(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> Float[Array, "n c"]:
+    """The prediction of S draws: probabilities of the labels, or mean and standard deviation of a number.
+
+    >>> predictive(Normal(1.0), jnp.array([[[2.0]], [[4.0]]])).tolist()  # sqrt(1 + variance of the means)
+    [[3.0, 1.4142135381698608]]
+    """
+    if is_numeric(likelihood):
+        mean, variance, _ = moments(likelihood, draws)
+        return jnp.stack([mean, jnp.sqrt(variance)], axis=-1)
+    return jnp.mean(probabilities(likelihood, draws), axis=0)
+
+
+def _labels(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]:
+    each = probabilities(likelihood, draws)
     mixture = jnp.mean(each, axis=0)
     confidence, guess = jnp.max(mixture, axis=-1), jnp.argmax(mixture, axis=-1)
     hits = (guess == y.astype(guess.dtype)).astype(jnp.float32)
@@ -94,12 +121,7 @@ def _entropy(probabilities: Float[Array, "... k"]) -> Float[Array, ...]:
 
 def _numbers(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]:
     y = y.astype(jnp.float32)
-    # NumPyro's moments mix Python numbers and arrays.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        component = likelihood.distribution(draws)
-        means, variances = component.mean, component.variance
-    mean, epistemic = jnp.mean(means, axis=0), jnp.var(means, axis=0)
-    total = jnp.mean(variances, axis=0) + epistemic
+    mean, total, epistemic = moments(likelihood, draws)
     deviation = jnp.sqrt(total)
     z = (y - mean) / deviation
     density, below = jax.scipy.stats.norm.pdf(z), jax.scipy.stats.norm.cdf(z)

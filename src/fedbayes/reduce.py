@@ -28,13 +28,9 @@ class Partial(NamedTuple):
 def declared(up_type: type) -> dict[str, Reduce]:
     """The reduction of each field of `Up`, in the order of its fields.
 
-    >>> from typing import NamedTuple
-    >>> from fedbayes.algorithm import Mean, Sum
-    >>> class Up(NamedTuple):
-    ...     gradient: Mean[float]
-    ...     weight: Sum[float]
+    >>> from fedbayes.algorithms.fedbabu import Up
     >>> declared(Up)
-    {'gradient': <Reduce.MEAN: 'mean'>, 'weight': <Reduce.SUM: 'sum'>}
+    {'body': <Reduce.MEAN: 'mean'>, 'loss': <Reduce.MEAN: 'mean'>}
     """
     hints = typing.get_type_hints(up_type, include_extras=True)
     reductions = {}

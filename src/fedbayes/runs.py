@@ -1,4 +1,4 @@
-"""A run and its folder: config, metrics, checkpoint, clients' states, result.
+"""The folder of a run: config, metrics, checkpoint, clients' states, result.
 
     config.json              what was run; a resumed run must have the same
     metrics.jsonl            one line a round, and one for each evaluation
@@ -19,157 +19,24 @@ import json
 import os
 import re
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import __version__, wire
+from fedbayes import wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.simulator import Diverged, Round, Simulation
-from fedbayes.stances import STANCES, Evaluation, assess, no_scores
+from fedbayes.simulator import Simulation
+from fedbayes.stances import Evaluation, no_scores
 
 SCHEMA = 1
 """Of result.json; it grows when a field changes its meaning."""
 FILES = ("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json")
-
-Callback = Callable[[Simulation, Round], None]
-
-
-@dataclasses.dataclass
-class Fit:
-    """A finished simulation: its state, its history and how well it predicts."""
-
-    simulation: Simulation
-    evaluation: Evaluation
-    result: dict[str, Any]
-    history: list[dict[str, Any]]
-
-    def __repr__(self) -> str:
-        return f"Fit({self.result['algorithm']}, {self.result['rounds']} rounds on {self.result['data']['name']})"
-
-    def draws(self, x: Any, client: str | None = None) -> Any:
-        """Posterior draws (S, n, k) of the likelihood's parameters for rows `x`, shared or of one client."""
-        simulation = self.simulation
-        if client is None:
-            local = simulation.fresh
-        else:
-            places = np.flatnonzero(simulation.data.names == client)
-            if not len(places):
-                raise UserError(f"there is no client {client!r}; the first are {', '.join(simulation.data.names[:5])}")
-            local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(places[:1]))
-        key = jax.random.key(simulation.seed)
-        return simulation.algorithm.predict(key, simulation.down(), local, jnp.asarray(x))
-
-
-def simulate(
-    algorithm: AnyAlgorithm,
-    data: Clients,
-    rounds: int = 100,
-    *,
-    cohort: int | float | None = None,
-    seed: int = 0,
-    dropout: float = 0.0,
-    clients: Literal["vmap", "loop"] = "vmap",
-    evaluate_every: int = 0,
-    stances: tuple[str, ...] = STANCES,
-    folder: Path | str | None = None,
-    resume: bool = False,
-    force: bool = False,
-    checkpoint_every: int = 10,
-    callbacks: tuple[Callback, ...] = (),
-    config: dict[str, Any] | None = None,
-) -> Fit:
-    """Train `algorithm` over the clients for some rounds, then score every client.
-
-    Args:
-        algorithm: What to train.
-        data: The clients.
-        rounds: How many rounds; also the length of every schedule that has none of its own.
-        cohort: How many clients take part in a round, or which share; all by default.
-        seed: Of everything that is random.
-        dropout: Share of a cohort that does not answer.
-        clients: "vmap", or "loop" to run them one by one and see which step of which client fails.
-        evaluate_every: Score every client each so many rounds too, into the history.
-        stances: Which of global, personal and adapted to score.
-        folder: Where to keep the run; without one, nothing is written.
-        resume: Go on from the folder's checkpoint.
-        force: Start over in a folder that holds a run.
-        checkpoint_every: Rounds between checkpoints.
-        callbacks: Called with the simulation and the `Round` after each.
-        config: What else identifies the run, for config.json.
-
-    >>> import fedbayes as fb
-    >>> clients = fb.data.load("digits", hold_out=4)
-    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
-    >>> fit
-    Fit(FedAvg, 2 rounds on digits)
-    """
-    if rounds < 1:
-        raise UserError(f"rounds is {rounds}, but a run has at least one")
-    algorithm = algorithm.planned(rounds)
-    settings: dict[str, Any] = {
-        "fedbayes": __version__,
-        "algorithm": type(algorithm).__name__,
-        "options": describe(algorithm),
-        "rounds": rounds,
-        "cohort": cohort,
-        "seed": seed,
-        "dropout": dropout,
-        "evaluate_every": evaluate_every,
-        "stances": list(stances),
-        "data": describe_data(data),
-        "model": fingerprint(algorithm.model, data),  # type: ignore[attr-defined]
-        **(config or {}),
-    }
-    run = Run(Path(folder), settings, resume, force) if folder is not None else None
-    local = run.folder / "local" if run is not None else None
-    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, folder=local)
-    history: list[dict[str, Any]] = []
-    if run is not None:
-        history = run.restore(simulation)
-        if run.finished:
-            return run.finished_fit(simulation, history)
-
-    def record(entry: dict[str, Any]) -> None:
-        history.append(entry)
-        if run is not None:
-            run.log(entry)
-
-    with _stop_after_round() as stopped:
-        while simulation.round < rounds:
-            try:
-                done = simulation.step()
-            except Diverged as problem:
-                if run is not None:
-                    run.checkpoint(simulation)
-                    raise Diverged(f"{problem} (the state after round {simulation.round} is kept in {run.folder})") from None
-                raise
-            record({"round": done.round, **done.metrics})
-            last = done.round == rounds
-            if evaluate_every and done.round % evaluate_every == 0 and not last:
-                record({"round": done.round, "evaluation": assess(simulation, stances).summary()})
-            for callback in callbacks:
-                callback(simulation, done)
-            if run is not None and (last or stopped() or done.round % checkpoint_every == 0):
-                run.checkpoint(simulation)
-            if stopped() and not last:
-                raise KeyboardInterrupt
-    evaluation = assess(simulation, stances)
-    figures = evaluation.summary()
-    record({"round": rounds, "evaluation": figures})
-    result = {"schema": SCHEMA, **settings, "metrics": figures}
-    if run is not None:
-        run.finish(result, evaluation)
-    return Fit(simulation, evaluation, result, history)
 
 
 class Run:
@@ -219,7 +86,7 @@ class Run:
         with _writing(self.folder):
             simulation.local.commit(simulation.round)
             state = jax.device_get(simulation.state)
-            metadata = {"round": str(simulation.round), "sha256": _digest(state)}
+            metadata = {"round": simulation.round, "sha256": _digest(state)}
             write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
 
     def restore(self, simulation: Simulation) -> list[dict[str, Any]]:
@@ -236,7 +103,7 @@ class Run:
         metadata = wire.metadata(content)
         if metadata.get("sha256") != _digest(state):
             raise UserError(f"{what} does not match its checksum: it is damaged; --force starts the run over")
-        simulation.state, simulation.round = jax.device_put(state), int(metadata["round"])
+        simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.rewind(simulation.round)
         history = []
         with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.jsonl") as file:
@@ -257,14 +124,14 @@ class Run:
             write(self.folder / "result.json", json.dumps(result, indent=2).encode())
         self.finished = True
 
-    def finished_fit(self, simulation: Simulation, history: list[dict[str, Any]]) -> Fit:
-        """The fit of a finished run, from its files."""
+    def outcome(self, simulation: Simulation) -> tuple[dict[str, Any], Evaluation]:
+        """The result and the scores of a finished run, from its files."""
         path = self.folder / "scores.safetensors"
         template = {stance: no_scores(len(simulation.data)) for stance in self.config["stances"]}
         result = read_json(self.folder / "result.json")
         scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
         numeric = "rmse" in next(iter(next(iter(result["metrics"].values())).values()))
-        return Fit(simulation, Evaluation(simulation.round, scores, simulation.data.unseen, numeric), result, history)
+        return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
 
 
 def describe(config: Any) -> Any:
@@ -278,11 +145,14 @@ def describe(config: Any) -> Any:
     return config if isinstance(config, str | int | float | bool | None) else repr(config)
 
 
-def fingerprint(model: Model, data: Clients) -> str:
-    """A digest of the network as a program, constants and all, so that a run is not resumed with another one.
+def fingerprint(algorithm: AnyAlgorithm, data: Clients) -> str | None:
+    """A digest of the algorithm's network as a program, constants and all, so that a run is not resumed with another one.
 
     Activation, initialisation and scaling are in it, which shapes do not show.
     """
+    model = getattr(algorithm, "model", None)
+    if not isinstance(model, Model):
+        return None
     x = jax.ShapeDtypeStruct((2, *data.shape), data.x.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(model.init, key)
@@ -341,26 +211,6 @@ def _writing(folder: Path) -> Iterator[None]:
             f"cannot write to {folder}: {problem.strerror}; what was written before is intact, "
             "so make room or choose another folder"
         ) from None
-
-
-@contextlib.contextmanager
-def _stop_after_round() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C end the round that runs instead of breaking it; a second Ctrl-C breaks it."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _digest(state: Any) -> str:

@@ -17,12 +17,16 @@ from jaxtyping import PRNGKeyArray
 from fedbayes import keys, trees
 from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm, Padding, Rows, client_data, for_each
+from fedbayes.errors import UserError
 from fedbayes.evaluate import SHAPES, Score, blockwise, is_numeric, summary
+from fedbayes.models import Likelihood, Model
 from fedbayes.simulator import Call, Simulation
 
 STANCES = ("global", "personal", "adapted")
 BLOCK = 128
 """Test rows that are predicted at once."""
+DRAWS = 2**24
+"""Bytes of posterior draws that a vmapped group may hold."""
 CHUNK = 256
 """Clients in one compiled call."""
 
@@ -74,7 +78,15 @@ def assess(
                     column[ids] = np.asarray(value)[: len(ids)]
             if progress is not None:
                 progress(len(ids))
-    return Evaluation(simulation.round, found, data.unseen, is_numeric(algorithm.model.likelihood))  # type: ignore[attr-defined]
+    return Evaluation(simulation.round, found, data.unseen, is_numeric(likelihood_of(algorithm)))
+
+
+def likelihood_of(algorithm: AnyAlgorithm) -> Likelihood:
+    """What the algorithm's predictions are parameters of: the likelihood of its field `model`."""
+    model = getattr(algorithm, "model", None)
+    if not isinstance(model, Model):
+        raise UserError(f"{type(algorithm).__name__} has no field `model`, so its predictions have no likelihood to score with")
+    return model.likelihood
 
 
 def no_scores(count: int) -> Score:
@@ -84,6 +96,13 @@ def no_scores(count: int) -> Score:
 
 def _per_client(one: Callable[..., Any], simulation: Simulation, key: PRNGKeyArray, down: Any, state: Any, call: Call) -> Any:
     width, count = simulation.width if simulation.mode == "vmap" else 1, np.int32(len(call.ids))
+    if one is _score:
+        # Many posterior draws of many rows are large, whatever the size of the network.
+        x = jax.ShapeDtypeStruct((min(BLOCK, call.padding.length), *simulation.data.shape), simulation.data.x.dtype)
+        single = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
+        draws = trees.size(jax.eval_shape(simulation.algorithm.predict, key, down, single, x))
+        while width > 1 and (width * draws > DRAWS or call.slots % width):
+            width -= 1
     return _run(one, simulation.algorithm, width, call.padding, key, down, call.padded_ids, count, state, call.rows)
 
 
@@ -112,5 +131,4 @@ def _adapt(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, da
 
 def _score(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:
     draw = keys.fold(key, np.uint32(keys.PREDICT))
-    likelihood = algorithm.model.likelihood  # type: ignore[attr-defined]
-    return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood, data, BLOCK)
+    return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood_of(algorithm), data, BLOCK)

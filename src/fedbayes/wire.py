@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from fedbayes import provenance, reduce, trees
 from fedbayes.algorithm import Algorithm, Data
+from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 
 PRIVATE = ("local", "data")
@@ -39,8 +40,16 @@ class Leaf(NamedTuple):
         return int(np.prod(self.shape, dtype=int)) * np.dtype(self.dtype).itemsize
 
 
-def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data) -> list[Leaf]:
-    """Every array that crosses in one round, from the shapes of one client's `data`; nothing is computed."""
+def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data | Clients) -> list[Leaf]:
+    """Every array that crosses in one round, from the shapes of one client's rows; nothing is computed.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits")
+    >>> [leaf.path for leaf in manifest(fb.FedPer(fb.network("linear", clients), personal=("head/bias",)), clients)]
+    ['shared/head/kernel', 'lr', 'shared/head/kernel', 'weight', 'loss']
+    """
+    if isinstance(data, Clients):
+        data = jax.tree.map(lambda leaf: leaf[0], data.train([0], int(data.train_counts[0])))
     key = jax.eval_shape(lambda: jax.random.key(0))
     server = jax.eval_shape(algorithm.init_server, key)
     local = jax.eval_shape(algorithm.init_local, key)
@@ -69,14 +78,15 @@ def check(leaves: Sequence[Leaf]) -> None:
             )
 
 
-def pack(tree: Any, metadata: dict[str, str] | None = None) -> bytes:
-    """A pytree as safetensors bytes, each array under its path.
+def pack(tree: Any, metadata: dict[str, Any] | None = None) -> bytes:
+    """A pytree as safetensors bytes, each array under its path; the same tree gives the same bytes.
 
     >>> unpack(pack({"a": np.ones(2, np.float32)}), {"a": np.zeros(2, np.float32)}, "example")
     {'a': array([1., 1.], dtype=float32)}
     """
     arrays = {path: np.asarray(leaf, order="C") for path, leaf in trees.named(tree).items()}
-    return safetensors.numpy.save(arrays, metadata)
+    # One entry: safetensors writes several in an order that differs from run to run.
+    return safetensors.numpy.save(arrays, {"fedbayes": json.dumps(metadata)} if metadata is not None else None)
 
 
 def unpack(content: bytes, template: Any, what: str, *, finite: bool = False) -> Any:
@@ -102,10 +112,10 @@ def unpack(content: bytes, template: Any, what: str, *, finite: bool = False) ->
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in expected])
 
 
-def metadata(content: bytes) -> dict[str, str]:
+def metadata(content: bytes) -> dict[str, Any]:
     """The metadata that `pack` put into the bytes."""
     length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return json.loads(json.loads(content[8 : 8 + length]).get("__metadata__", {}).get("fedbayes", "{}"))
 
 
 def sources(leaf: Leaf) -> list[str]:

@@ -62,7 +62,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
     """
 
     model: Model
-    """The network and its likelihood."""
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)

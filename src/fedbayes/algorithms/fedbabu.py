@@ -65,7 +65,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     """
 
     model: Model
-    """The network and its likelihood."""
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     head: tuple[str, ...] = ("head",)
     """Paths of the part that is not trained."""
     head_scale: float = 1.0

@@ -63,7 +63,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
     """
 
     model: Model
-    """The network and its likelihood."""
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)

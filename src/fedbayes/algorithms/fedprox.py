@@ -35,7 +35,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
     """
 
     model: Model
-    """The network and its likelihood."""
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     mu: float = 0.01
     """Strength μ of the proximal term."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from fedbayes.algorithms import REGISTRY, find
-from fedbayes.commands.display import console, progress_bar, result_table
+from fedbayes.commands.display import progress_bar, result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions, build, default, override, parse, unbuilt, write_json
 from fedbayes.errors import UserError
-from fedbayes.runs import SCHEMA, simulate
+from fedbayes.fit import simulate
+from fedbayes.runs import SCHEMA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +29,10 @@ class Options:
     """Also write every figure to this file."""
     out: Path | None = None
     """Keep each run in a folder below this one; a second call with the same options then goes on where it stopped."""
+    force: bool = False
+    """Start over in folders that hold a run."""
     model: str = "mlp"
-    """Network: mlp, mlp:256,128, cnn or mobilenet."""
+    """Network: linear, mlp, mlp:256,128 (sizes of its hidden layers), cnn or mobilenet."""
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="PATH=VALUE")] = ()
     """A field of the algorithms, such as --set train.lr=0.05; or of one: --set fedprox.mu=0.1."""
     vary_data: bool = False
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     results = compare(options)
     data = next(iter(results.values()))[0]["data"]
     rounds = options.settings.rounds
-    console.print(result_table(results, f"{data['name']}: {data['clients']} clients, {data['unseen']} unseen, {rounds} rounds"))
+    show(result_table(results, f"{data['name']}: {data['clients']} clients, {data['unseen']} unseen, {rounds} rounds"))
     if options.json is not None:
         content = {"schema": SCHEMA, "command": ["fedbayes", "compare", *arguments], "results": results}
         write_json(options.json, content)
@@ -81,7 +84,8 @@ def compare(options: Options) -> dict[str, list[dict[str, Any]]]:
                     dropout=settings.dropout,
                     clients="loop" if settings.loop else "vmap",
                     folder=options.out / f"{name}-{seed}" if options.out is not None else None,
-                    resume=True,
+                    resume=not options.force,
+                    force=options.force,
                     callbacks=(add(f"{name}, seed {seed}", settings.rounds),),
                     config={"network": options.model},
                 )

@@ -11,7 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-console = Console()
+
+def show(*things: Any) -> None:
+    """Print tables and text, as wide as the terminal is now."""
+    Console().print(*things, highlight=False, soft_wrap=all(isinstance(thing, str) for thing in things))
+
 
 PERCENT = {"accuracy", "ece", "mce"}
 SHOWN = {False: ("accuracy", "log_score", "ece"), True: ("rmse", "log_score", "calibration_error")}
@@ -73,7 +77,7 @@ def caption(results: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """What the figures are, in a sentence."""
     seeds = max(len(runs) for runs in results.values())
     spread = f"mean ± standard deviation over {seeds} seeds; " if seeds > 1 else ""
-    return f"{spread}over all test rows; worst tenth: mean over the tenth of clients with the worst"
+    return f"{spread}over all test rows; worst tenth: its first figure, over the tenth of clients where that is worst"
 
 
 def cell(name: str, values: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from fedbayes.algorithms import REGISTRY
-from fedbayes.commands.display import console
+from fedbayes.commands.display import show
 from fedbayes.errors import UserError
 
 
@@ -24,6 +24,6 @@ def main(arguments: Sequence[str]) -> None:
     table = Table("algorithm", "what it does", title="algorithms", title_justify="left")
     for name, (_, _, text) in REGISTRY.items():
         table.add_row(name, text)
-    console.print(table)
-    console.print(f"networks: {', '.join(NETWORKS)}")
-    console.print(f"data sets: {', '.join(NAMES)}; or a file, a folder, hub:NAME (see docs/your-data.md)")
+    show(table)
+    show(f"networks: {', '.join(NETWORKS)}")
+    show(f"data sets: {', '.join(NAMES)}; or a file, a folder, hub:NAME (see docs/your-data.md)")

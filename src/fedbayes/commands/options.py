@@ -102,7 +102,7 @@ def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model]
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="{mlp,mlp:256,128,cnn,mobilenet}",
+        metavar="NETWORK",
         instance_from_str=lambda words: unbuilt(words[0]),
         is_instance=lambda instance: isinstance(instance, Model),
         str_from_instance=lambda instance: [instance.name],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedbayes.algorithms import REGISTRY
 from fedbayes.commands import compare
-from fedbayes.commands.display import console, result_table
+from fedbayes.commands.display import result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions
 from fedbayes.errors import UserError
 
@@ -16,6 +16,7 @@ OPTIONS = compare.Options(
     algorithms=tuple(REGISTRY),
     seeds=1,
     out=Path("runs") / "quickstart",
+    force=True,
     model="mlp:64",
     set=("train.batch=20", "train.epochs=2"),
     data=DataOptions(data="digits", hold_out=5),
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str]) -> None:
             return
         raise UserError(f"quickstart takes no options, but {arguments[0]!r} was given; see fedbayes compare --help")
     started = time.perf_counter()
-    console.print("Handwritten digits: 20 clients with different mixtures of labels, 5 of them held out of training.\n")
+    show("Handwritten digits: 20 clients with different mixtures of labels, 5 of them held out of training.\n")
     results = compare.compare(OPTIONS)
-    console.print(result_table(results, f"{OPTIONS.settings.rounds} rounds, 10 clients a round"))
-    console.print(
-        "global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's\n"
-        "own training rows; an unseen client never trained before. Every client is scored on its own test rows.\n"
+    show(result_table(results, f"{OPTIONS.settings.rounds} rounds, 10 clients a round"))
+    show(
+        "global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's own"
     )
-    console.print(f"{time.perf_counter() - started:.0f} s. The runs are in {OPTIONS.out}; next: docs/your-data.md.")
+    show("training rows. An unseen client never trained before. Every client is scored on its own test rows.\n")
+    show(f"{time.perf_counter() - started:.0f} s. The runs are in {OPTIONS.out}; next: docs/your-data.md.")

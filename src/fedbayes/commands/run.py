@@ -9,9 +9,9 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from fedbayes.commands.display import console, progress_bar, result_table
+from fedbayes.commands.display import progress_bar, result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
-from fedbayes.runs import Fit, simulate
+from fedbayes.fit import Fit, simulate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,5 +66,5 @@ def main(arguments: Sequence[str]) -> None:
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
-    console.print(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
-    console.print(f"run folder: {folder}")
+    show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
+    show(f"run folder: {folder}")

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated
 
-import jax
 from rich.table import Table
 from tyro.conf import arg
 
 from fedbayes import wire
-from fedbayes.commands.display import console
+from fedbayes.commands.display import show
 from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
 
 
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     data = options.data.load()
     model = build(options.algorithm.model, data, options.settings.likelihood)
     algorithm = dataclasses.replace(options.algorithm, model=model).planned(options.settings.rounds)
-    rows = jax.tree.map(lambda leaf: leaf[0], data.train([0], int(data.train_counts[0])))
-    leaves = wire.manifest(algorithm, rows)
+    leaves = wire.manifest(algorithm, data)
     wire.check(leaves)
     if options.plain:
         print(wire.text(leaves), end="")
@@ -52,5 +50,5 @@ def main(arguments: Sequence[str]) -> None:
         for leaf in sent:
             cells = [leaf.path, str(list(leaf.shape)), leaf.dtype]
             table.add_row(*cells, *([leaf.reduction, ", ".join(wire.sources(leaf))] if message == "up" else []))
-        console.print(table)
-    console.print("Nothing of a client's local state or rows is sent as it is.")
+        show(table)
+    show("Nothing of a client's local state or rows is sent as it is.")

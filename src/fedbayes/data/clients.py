@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -119,6 +119,26 @@ class Clients:
         release(self.y)
         return Data(x, y, mask)  # type: ignore[arg-type]  # NumPy here; the caller chooses when they go to a device
 
+    def index(self, name: str) -> int:
+        """The place of a client by its name."""
+        places = np.flatnonzero(self.names == name)
+        if not len(places):
+            raise UserError(f"{self.name} has no client {name!r}; the first are {', '.join(map(str, self.names[:5]))}")
+        return int(places[0])
+
+    def rows(self, name: str, part: Literal["train", "test"] = "train") -> tuple[np.ndarray, np.ndarray]:
+        """The training or test rows of one client, without padding: features and targets.
+
+        >>> clients = Clients.build(np.eye(4), np.array([0, 1, 0, 1]), np.array(["a", "a", "a", "b"]))
+        >>> x, y = clients.rows("a", "test")
+        >>> x.shape, y.shape
+        ((1, 4), (1,))
+        """
+        i = self.index(name)
+        middle = self.offsets[i] + self.train_counts[i]
+        chosen = slice(self.offsets[i], middle) if part == "train" else slice(middle, self.offsets[i + 1])
+        return np.array(self.x[chosen]), np.array(self.y[chosen])
+
     def hold_out(self, n: int, seed: int = 0) -> Clients:
         """The same clients, of which `n` that were participants never train.
 
@@ -133,7 +153,9 @@ class Clients:
             )
         unseen = self.unseen.copy()
         unseen[np.random.default_rng([seed, 1]).choice(self.participants, n, replace=False)] = True
-        return dataclasses.replace(self, unseen=unseen)
+        fewer = dataclasses.replace(self, unseen=unseen)
+        # Standardised clients are standardised anew: what is held out must not have a part in shift and scale.
+        return fewer if (self.scale == 1).all() and not self.shift.any() else fewer.standardised(self.scale.ndim == 0 or None)
 
     def standardised(self, pooled: bool | None = None) -> Clients:
         """The same clients with `shift` and `scale` from the mean and standard deviation of the participants' training rows.
@@ -156,9 +178,9 @@ class Clients:
     def target_moments(self) -> tuple[float, float]:
         """Mean and deviation of a numeric target over the participants' training rows; the deviation of a constant is 1.
 
-        >>> clients = Clients.build(np.ones((4, 1)), np.array([1.5, 2.5, 1.5, 2.5]), np.array([0, 0, 1, 1]), test=0.5)
-        >>> clients.target_moments()[1] <= 0.5
-        True
+        >>> y, is_test = np.array([1.5, 2.5, 90.5]), np.array([False, False, True])
+        >>> Clients.build(np.ones((3, 1)), y, np.zeros(3, int), is_test=is_test).target_moments()
+        (2.0, 0.5)
         """
         parts = [self.y[self.offsets[i] : self.offsets[i] + self.train_counts[i]] for i in self.participants.tolist()]
         values = np.concatenate(parts).astype(np.float64)

@@ -3,7 +3,7 @@
 from fedbayes.models.convolution import conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, Poisson
 from fedbayes.models.model import Model, from_equinox, from_flax, from_functions, with_learned_scale
-from fedbayes.models.networks import cnn, mlp, mobilenet, network
+from fedbayes.models.networks import cnn, linear, mlp, mobilenet, network
 from fedbayes.models.targets import in_units
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "from_flax",
     "from_functions",
     "in_units",
+    "linear",
     "max_pool",
     "mlp",
     "mobilenet",

@@ -60,6 +60,7 @@ def from_flax(
     Rows reach the module as (x − shift) / scale in float32 where either is given, else as they are. With `shape`, the shape of
     one row, the outputs are checked against the likelihood here and not in the first round.
 
+    >>> from fedbayes.models import Categorical
     >>> model = from_flax(lambda rngs: nnx.Linear(4, 3, rngs=rngs), Categorical(3), shape=(4,))
     >>> sorted(model.init(jax.random.key(0)))
     ['bias', 'kernel']
@@ -99,6 +100,7 @@ def from_equinox(
 
     `shape`, `shift` and `scale` are as for `from_flax`.
 
+    >>> from fedbayes.models import Categorical
     >>> import equinox
     >>> model = from_equinox(lambda key: equinox.nn.MLP(4, 3, 8, 1, key=key), Categorical(3), shape=(4,))
     >>> model.init(jax.random.key(0))["layers"]["0"]["weight"].shape
@@ -178,13 +180,21 @@ def with_learned_scale(model: Model) -> Model:
     """
 
     def init(key: PRNGKeyArray) -> Params:
-        return {**model.init(key), "log_scale": jnp.zeros((), jnp.float32)}
+        params, scale = model.init(key), {"log_scale": jnp.zeros((), jnp.float32)}
+        # With the head where there is one: whose head is personal has a scale of their own as well.
+        return {**params, "head": {**params["head"], **scale}} if isinstance(params.get("head"), dict) else {**params, **scale}
 
     def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n 2"]:
-        mean = model.apply({name: value for name, value in params.items() if name != "log_scale"}, x)
+        params = dict(params)
+        if "log_scale" in params:
+            scale = params.pop("log_scale")
+        else:
+            params["head"] = dict(params["head"])
+            scale = params["head"].pop("log_scale")
+        mean = model.apply(params, x)
         if mean.shape != (len(x), 1):
             raise UserError(f"a network with a learned scale gives one mean per row, {(len(x), 1)}, but gave {mean.shape}")
-        return jnp.concatenate([mean, jnp.broadcast_to(params["log_scale"], mean.shape)], axis=-1)
+        return jnp.concatenate([mean, jnp.broadcast_to(scale, mean.shape)], axis=-1)
 
     return dataclasses.replace(model, init=init, apply=apply, likelihood=Normal(scale=None))
 
@@ -224,7 +234,7 @@ def _nested(flat: dict[tuple[Any, ...], Array]) -> Params:
     return nested
 
 
-def _at(params: Params, path: tuple[Any, ...]) -> Array:
+def _at(params: Params, path: tuple[Any, ...]) -> Any:
     value: Any = params
     for part in path:
         value = value[str(part)]

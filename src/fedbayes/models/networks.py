@@ -6,6 +6,7 @@ one and keeps the other splits by path.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import itertools
@@ -121,7 +122,16 @@ MOBILENET_BLOCKS = (
 """Channels and stride of the first convolution and of each block after it."""
 
 
-NETWORKS: dict[str, Callable[..., Model]] = {"mlp": mlp, "cnn": cnn, "mobilenet": mobilenet}
+def linear(shape: tuple[int, ...], likelihood: Likelihood, shift: Any = 0.0, scale: Any = 1.0, init: Init = "torch") -> Model:
+    """A linear model with an intercept: logistic regression, least squares, Poisson regression.
+
+    >>> linear((4,), Categorical(3))
+    Model(linear, Categorical(classes=3))
+    """
+    return dataclasses.replace(mlp(shape, likelihood, (), shift, scale, init=init), name="linear")
+
+
+NETWORKS: dict[str, Callable[..., Model]] = {"linear": linear, "mlp": mlp, "cnn": cnn, "mobilenet": mobilenet}
 
 
 def network(name: str, clients: Any, likelihood: Likelihood | str | None = None, **options: Any) -> Model:

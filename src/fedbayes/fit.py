@@ -1,0 +1,205 @@
+"""From an algorithm and clients to a fit: rounds, checkpoints, evaluation, predictions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedbayes import __version__, keys
+from fedbayes.cohort import AnyAlgorithm
+from fedbayes.data.clients import Clients
+from fedbayes.errors import UserError
+from fedbayes.evaluate import predictive
+from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint
+from fedbayes.simulator import Diverged, Round, Simulation
+from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
+
+Callback = Callable[[Simulation, Round], None]
+
+
+@dataclasses.dataclass
+class Fit:
+    """A finished simulation: its state, its history and how well it predicts."""
+
+    simulation: Simulation
+    evaluation: Evaluation
+    result: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return f"Fit({self.result['algorithm']}, {self.result['rounds']} rounds on {self.result['data']['name']})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{table(self.evaluation)}"
+
+    def draws(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "s n k"]:
+        """Posterior draws of the likelihood's parameters for rows `x`.
+
+        Without a client, of the shared model; with one, of its personal model, or, `adapted`, after `adapt` on its training
+        rows. A client that never trained has nothing of its own until it adapts.
+        """
+        simulation, local = self.simulation, self.simulation.fresh
+        key = keys.of_round(simulation.seed, simulation.round)
+        if client is not None:
+            place = simulation.data.index(client)
+            key = keys.fold(key, np.uint32(place))
+            local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(np.array([place])))
+        elif adapted:
+            raise UserError("adapted needs a client: it is the client's own training rows that the model is fitted to")
+        local = jax.tree.map(jnp.asarray, local)
+        if adapted:
+            count = int(simulation.data.train_counts[place])
+            rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.data.train([place], max(1, count)))
+            local = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
+        draw = keys.fold(key, np.uint32(keys.PREDICT))
+        return simulation.algorithm.predict(draw, simulation.down(), local, jnp.asarray(x))
+
+    def predict(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "n c"]:
+        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
+        return predictive(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
+
+
+def table(evaluation: Evaluation) -> str:
+    """The main figures of an evaluation as text, pooled over rows."""
+    names = ("rmse", "log_score", "calibration_error") if evaluation.numeric else ("accuracy", "log_score", "ece")
+    lines = [f"{'stance':10}{'clients':15}" + "".join(f"{name:>18}" for name in names)]
+    for stance, groups in evaluation.summary().items():
+        for group, figures in groups.items():
+            lines.append(f"{stance:10}{group:15}" + "".join(f"{figures[name]['rows']:18.4f}" for name in names))
+    return "\n".join(lines)
+
+
+def simulate(
+    algorithm: AnyAlgorithm,
+    data: Clients,
+    rounds: int = 100,
+    *,
+    cohort: int | float | None = None,
+    seed: int = 0,
+    dropout: float = 0.0,
+    clients: Literal["vmap", "loop"] = "vmap",
+    evaluate_every: int = 0,
+    stances: tuple[str, ...] = STANCES,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    checkpoint_every: int = 10,
+    callbacks: tuple[Callback, ...] = (),
+    config: dict[str, Any] | None = None,
+) -> Fit:
+    """Train `algorithm` over the clients for some rounds, then score every client.
+
+    Args:
+        algorithm: What to train.
+        data: The clients.
+        rounds: How many rounds; also the length of every schedule that has none of its own.
+        cohort: How many clients take part in a round, or which share; all by default.
+        seed: Of everything that is random.
+        dropout: Share of a cohort that does not answer.
+        clients: "vmap", or "loop" to run them one by one and see which step of which client fails.
+        evaluate_every: Score every client each so many rounds too, into the history.
+        stances: Which of global, personal and adapted to score.
+        folder: Where to keep the run; without one, nothing is written.
+        resume: Go on from the folder's checkpoint.
+        force: Start over in a folder that holds a run.
+        checkpoint_every: Rounds between checkpoints.
+        callbacks: Called with the simulation and the `Round` after each.
+        config: What else identifies the run, for config.json.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
+    >>> fit
+    Fit(FedAvg, 2 rounds on digits)
+    >>> x, y = clients.rows("3", "test")
+    >>> fit.predict(x[:2], client="3", adapted=True).shape
+    (2, 10)
+    """
+    if rounds < 1:
+        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    algorithm = algorithm.planned(rounds)
+    settings: dict[str, Any] = {
+        "fedbayes": __version__,
+        "algorithm": type(algorithm).__name__,
+        "options": describe(algorithm),
+        "rounds": rounds,
+        "cohort": cohort,
+        "seed": seed,
+        "dropout": dropout,
+        "evaluate_every": evaluate_every,
+        "stances": list(stances),
+        "data": describe_data(data),
+        "model": fingerprint(algorithm, data),
+        **(config or {}),
+    }
+    run = Run(Path(folder), settings, resume, force) if folder is not None else None
+    local = run.folder / "local" if run is not None else None
+    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, folder=local)
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        history = run.restore(simulation)
+        if run.finished:
+            result, evaluation = run.outcome(simulation)
+            return Fit(simulation, evaluation, result, history)
+
+    def record(entry: dict[str, Any]) -> None:
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+
+    with _stop_after_round() as stopped:
+        while simulation.round < rounds:
+            try:
+                done = simulation.step()
+            except Diverged as problem:
+                if run is not None:
+                    run.checkpoint(simulation)
+                    raise Diverged(f"{problem} (the state after round {simulation.round} is kept in {run.folder})") from None
+                raise
+            record({"round": done.round, **done.metrics})
+            last = done.round == rounds
+            if evaluate_every and done.round % evaluate_every == 0 and not last:
+                record({"round": done.round, "evaluation": assess(simulation, stances).summary()})
+            for callback in callbacks:
+                callback(simulation, done)
+            if run is not None and (last or stopped() or done.round % checkpoint_every == 0):
+                run.checkpoint(simulation)
+            if stopped() and not last:
+                raise KeyboardInterrupt
+    evaluation = assess(simulation, stances)
+    figures = evaluation.summary()
+    record({"round": rounds, "evaluation": figures})
+    result = {"schema": SCHEMA, **settings, "metrics": figures}
+    if run is not None:
+        run.finish(result, evaluation)
+    return Fit(simulation, evaluation, result, history)
+
+
+@contextlib.contextmanager
+def _stop_after_round() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C end the round that runs instead of breaking it; a second Ctrl-C breaks it."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
