@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -51,7 +52,15 @@ def result_table(results: Mapping[str, Sequence[dict[str, Any]]], title: str) ->
     """One line for each method, stance and group of clients: figures pooled over rows, mean ± spread over the seeds."""
     some = next(iter(results.values()))[0]["metrics"]
     numeric = "rmse" in next(iter(next(iter(some.values())).values()))
-    table = Table(title=title, title_justify="left", caption=caption(results), caption_justify="left")
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption(results, TITLES[SHOWN[numeric][0]]),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for heading in ("method", "stance", "clients"):
         table.add_column(heading)
     for name in SHOWN[numeric]:
@@ -73,11 +82,11 @@ def lines(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [(stance, group) for stance, groups in result["metrics"].items() for group in groups]
 
 
-def caption(results: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+def caption(results: Mapping[str, Sequence[dict[str, Any]]], first: str) -> str:
     """What the figures are, in a sentence."""
     seeds = max(len(runs) for runs in results.values())
     spread = f"mean ± standard deviation over {seeds} seeds; " if seeds > 1 else ""
-    return f"{spread}over all test rows; worst tenth: its first figure, over the tenth of clients where that is worst"
+    return f"{spread}over all test rows; worst tenth: {first} over the tenth of clients where it is worst"
 
 
 def cell(name: str, values: Sequence[float]) -> str:

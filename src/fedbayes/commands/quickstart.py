@@ -18,8 +18,8 @@ OPTIONS = compare.Options(
     out=Path("runs") / "quickstart",
     force=True,
     model="mlp:64",
-    set=("train.batch=20", "train.epochs=2"),
-    data=DataOptions(data="digits", hold_out=5),
+    set=("train.batch=20", "train.epochs=2", "tune.batch=10", "tune.epochs=10", "tune.lr=0.02"),
+    data=DataOptions(data="digits", partition="labels:3", clients=20, hold_out=5),
     settings=RunOptions(rounds=40, cohort=10),
 )
 
@@ -34,11 +34,9 @@ def main(arguments: Sequence[str]) -> None:
             return
         raise UserError(f"quickstart takes no options, but {arguments[0]!r} was given; see fedbayes compare --help")
     started = time.perf_counter()
-    show("Handwritten digits: 20 clients with different mixtures of labels, 5 of them held out of training.\n")
+    show("Handwritten digits: 20 clients with three labels each, 5 of them held out of training.\n")
     results = compare.compare(OPTIONS)
     show(result_table(results, f"{OPTIONS.settings.rounds} rounds, 10 clients a round"))
-    show(
-        "global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's own"
-    )
-    show("training rows. An unseen client never trained before. Every client is scored on its own test rows.\n")
+    show("global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's")
+    show("own training rows. An unseen client never trained before. Every client is scored on its own test rows.\n")
     show(f"{time.perf_counter() - started:.0f} s. The runs are in {OPTIONS.out}; next: docs/your-data.md.")
