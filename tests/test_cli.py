@@ -88,6 +88,7 @@ def test_run_prints_a_table_and_leaves_a_folder(capsys, tmp_path):
     assert again == out
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedper"])
 @pytest.mark.parametrize(
     ("target", "options", "figure"),
     [
@@ -96,14 +97,14 @@ def test_run_prints_a_table_and_leaves_a_folder(capsys, tmp_path):
         ("visits", ["--ignore", "ill", "pressure", "--task", "counts", "--likelihood", "poisson"], "rmse"),
     ],
 )
-def test_a_csv_of_one_s_own(capsys, csv, tmp_path, target, options, figure):
+def test_a_csv_of_one_s_own(capsys, csv, tmp_path, target, options, figure, algorithm):
     """Text, numbers and counts as targets; each must beat an answer that ignores the features."""
     arguments = ["--data", csv, "--client-column", "hospital", "--target", target, "--hold-out", 1, *options]
-    code, out, err = run(capsys, "run", "fedavg", *arguments, "--rounds", 30, "--model", "mlp:8", "--train.batch", 10)
+    code, out, err = run(capsys, "run", algorithm, *arguments, "--rounds", 30, "--model", "mlp:8", "--train.batch", 10)
     assert code == 0, err
     assert "h0" not in out
     (path,) = tmp_path.glob("runs/*/result.json")
-    figures = json.loads(path.read_text())["metrics"]["global"]["participating"]
+    figures = json.loads(path.read_text())["metrics"]["personal"]["participating"]
     frame = pd.read_csv(csv)
     if figure == "accuracy":
         assert figures["accuracy"]["rows"] > frame[target].value_counts(normalize=True).max() + 0.1
@@ -181,7 +182,23 @@ BAD = {
     "labels not 0 to k-1": (lambda t: ["run", "fedavg", *arrays(t, y=np.array([1, 7, 1, 7]))], "label"),
     "nan in features": (lambda t: ["run", "fedavg", *arrays(t, x=np.full((4, 2), np.nan))], "NaN|not finite|missing"),
     "nan in a csv": (lambda t: ["run", "fedavg", *table(t, x=[1.0, None, 3.0, 4.0])], "missing"),
-    "a client with no rows": (lambda t: ["run", "fedavg", *arrays(t, client=np.array([0, 0, 1, 1])), "--test", "1"], "test"),
+    "a client with no training rows": (
+        lambda t: ["run", "fedavg", *arrays(t, is_test=np.array([0, 0, 1, 1], bool))],
+        "client '1'",
+    ),
+    "all rows for testing": (lambda t: ["run", "fedavg", *arrays(t), "--test", "1"], "test is 1|between 0 and 1|test"),
+    "negative seed": (lambda t: ["run", "fedavg", "--seed", "-1"], "seed is -1, but a seed is not negative"),
+    "negative data seed": (lambda t: ["run", "fedavg", "--data-seed", "-1"], "data-seed is -1"),
+    "cohort of 2.7": (lambda t: ["run", "fedavg", "--cohort", "2.7"], "the cohort is 2.7, but it is a whole number"),
+    "cohort of nan": (lambda t: ["run", "fedavg", "--cohort", "nan"], "the cohort is nan"),
+    "no such head": (lambda t: ["run", "fedbabu", "--head", "haed"], "no parameter lies under 'haed'"),
+    "no such part": (lambda t: ["compare", "fedbabu", "--set", "part=heads"], "part is 'heads'"),
+    "rounds of a word": (lambda t: ["compare", "fedavg", "--set", "train.rounds=foo"], "train.rounds"),
+    "decay at a word": (lambda t: ["compare", "fedavg", "--set", 'train.decay_at=["a"]'], "decay_at"),
+    "a partition of synthetic": (
+        lambda t: ["run", "fedavg", "--data", "synthetic", "--partition", "iid"],
+        "partition cannot be",
+    ),
     "cohort too large": (
         lambda t: ["run", "fedavg", "--cohort", "99", *QUICK],
         "the cohort is 99 clients a round, but only 20 take part",
@@ -217,6 +234,13 @@ def test_bad_input_gets_one_sentence_and_exit_code_two(capsys, tmp_path, case):
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) == 1
     assert not list(tmp_path.glob("**/result.json"))
+    assert case == "diverging" or not list(tmp_path.glob("**/config.json"))
+
+
+def test_no_test_rows_is_still_a_run(capsys, tmp_path):
+    code, out, _ = run(capsys, "run", "fedavg", *QUICK, "--test", "0", "--out", tmp_path / "run")
+    assert code == 0
+    assert "no test rows" in out
 
 
 def test_a_wrong_option_is_exit_code_two(capsys):

@@ -71,7 +71,8 @@ def test_given_test_rows_are_kept() -> None:
 
 
 def test_rows_without_a_client_are_left_out() -> None:
-    clients = Clients.build(np.arange(6.0), np.arange(6) % 2, np.array([-1, 0, 0, 1, 1, -1]))
+    client = np.array([-1, 0, 0, 1, 1, -1])
+    clients = Clients.build(np.arange(6.0), np.arange(6) % 2, client, names=["a", "b"])
     assert sorted(clients.x[:, 0].tolist()) == [1, 2, 3, 4]
     named = Clients.build(np.arange(6.0), np.arange(6) % 2, np.array([-1, 0, 0, 1, 1, -1]), names=["u", "v"])
     assert named.names.tolist() == ["u", "v"]

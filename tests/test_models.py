@@ -30,9 +30,9 @@ SHAPES = {"linear": (4, 4), "mlp": (4, 4), "cnn": (8, 8), "mobilenet": (8, 8, 3)
 def test_network_gives_what_the_likelihood_needs(name, likelihood):
     model = NETWORKS[name](likelihood)
     params = jax.jit(model.init)(KEY)
-    assert set(params) == ({"head"} if name == "linear" else {"body", "head"})
-    assert set(params["head"]) - {"log_scale"} == {"kernel", "bias"}
-    assert ("log_scale" in params["head"]) == (likelihood == Normal(None))
+    assert set(params) - {"log_scale"} == ({"head"} if name == "linear" else {"body", "head"})
+    assert set(params["head"]) == {"kernel", "bias"}
+    assert ("log_scale" in params) == (likelihood == Normal(None))
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     x = jax.random.normal(jax.random.key(1), (6, *SHAPES[name]))
     y = jnp.array([0, 1, 1, 0, 1, 0])
@@ -152,14 +152,14 @@ def test_learned_scale_recovers_the_noise():
     x = jax.random.normal(KEY, (500, 2))
     y = x @ jnp.array([1.0, -2.0]) + 0.3 * jax.random.normal(jax.random.key(1), (500,))
     model = models.mlp((2,), Normal(None), hidden=())
-    assert model.init(KEY)["head"]["log_scale"].shape == ()
+    assert model.init(KEY)["log_scale"].shape == ()
 
     def step(params, _):
         gradient = jax.grad(lambda p: -model.likelihood.log_prob(model.apply(p, x), y).mean())(params)
         return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient), None
 
     params, _ = jax.lax.scan(step, model.init(KEY), length=1000)
-    np.testing.assert_allclose(jnp.exp(params["head"]["log_scale"]), 0.3, rtol=0.1)
+    np.testing.assert_allclose(jnp.exp(params["log_scale"]), 0.3, rtol=0.1)
     np.testing.assert_allclose(params["head"]["kernel"][:, 0], [1.0, -2.0], atol=0.05)
 
 

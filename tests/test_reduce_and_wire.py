@@ -73,6 +73,14 @@ def test_a_field_without_a_reduction_is_refused():
         reduce.declared(Bare)
 
 
+def test_a_mean_of_whole_numbers_is_refused():
+    class Whole(NamedTuple):
+        count: Mean[jax.Array]
+
+    with pytest.raises(TypeError, match="is declared Mean but holds whole numbers"):
+        reduce.empty(Whole(jnp.int32(3)))
+
+
 def test_an_averaged_weight_is_refused():
     class Odd(NamedTuple):
         weight: Mean[float]
@@ -93,11 +101,18 @@ COPIES = {
     "through a scan": lambda a, b: jax.lax.scan(lambda c, v: (c, v), 0.0, a)[1],
     "in a branch": lambda a, b: jax.lax.cond(b.sum() > 0, lambda: a, lambda: b),
     "beside other numbers": lambda a, b: jnp.concatenate([b * 2, a]),
+    "scaled": lambda a, b: a * 2 + 1,
+    "negative": lambda a, b: -a,
+    "times a mask": lambda a, b: a * (b > 0).astype(a.dtype),
+    "times a mask of rows": lambda a, b: a * (b[:, 0] > 0).astype(a.dtype)[:, None],
+    "added into zeros": lambda a, b: jnp.zeros((8, 3)).at[jnp.arange(4)].add(a),
+    "a sum of one": lambda a, b: a[:, None].sum(axis=1),
+    "clipped": lambda a, b: jnp.clip(a, -1.0, 1.0),
+    "its largest": lambda a, b: jax.lax.top_k(a, 2)[0],
 }
 STATISTICS = {
     "a sum": lambda a, b: a.sum(),
     "a product": lambda a, b: a @ b.T,
-    "scaled": lambda a, b: a * 2,
     "a step": lambda a, b: b - 0.1 * jax.grad(lambda b: ((a - b) ** 2).sum())(b),
 }
 

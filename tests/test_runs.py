@@ -1,5 +1,6 @@
 """Run folders: what is written, killing and resuming, and folders that cannot be used."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -166,6 +167,49 @@ def test_a_folder_that_cannot_be_made_is_refused(model, clients, tmp_path):
         fit(model, clients, tmp_path / "file" / "run")
 
 
+def test_a_mistake_writes_nothing_and_removes_nothing(finished, model, clients, tmp_path):
+    """What is wrong is found before a folder is made, and before --force removes a run."""
+    with pytest.raises(UserError, match="the cohort is 99"):
+        fit(model, clients, tmp_path / "run", cohort=99)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="the cohort is 99"):
+        fit(model, clients, finished[0], cohort=99, force=True)
+    assert (finished[0] / "result.json").exists()
+
+
+def test_what_a_broken_force_left_is_not_taken_for_a_run(unfinished, model, clients, tmp_path):
+    (unfinished / "config.json").unlink()
+    again, straight = fit(model, clients, unfinished, seed=9), fit(model, clients, tmp_path / "straight", seed=9)
+    assert_same(again.simulation.state, straight.simulation.state)
+    assert again.history == straight.history
+
+
+@pytest.mark.parametrize("file", ["states.bin", "rounds.bin"])
+@pytest.mark.parametrize("damage", [lambda content: content[:5], lambda content: bytes(len(content)), lambda content: b""])
+def test_damaged_states_of_clients_are_refused(unfinished, model, clients, file, damage):
+    path = unfinished / "local" / file
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match="--force starts the run over"):
+        fit(model, clients, unfinished, resume=True)
+
+
+def test_an_adaptation_that_diverges_is_no_result(model, clients, tmp_path):
+    algorithm = dataclasses.replace(TABLE["fedavg"](model), tune=Training(lr=1e30, batch=8, epochs=3))
+    with pytest.raises(Diverged, match=r"adapting diverged on 6 of 6 clients .* in `tune`"):
+        simulate(algorithm, clients, rounds=2, folder=tmp_path / "run")
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_the_mean_of_the_last_rounds(model, clients):
+    done = fit(model, clients, None, average_last=3, stances=("adapted",))
+    recent = [entry["evaluation"] for entry in done.history if "evaluation" in entry]
+    assert len(recent) == 3
+    figures = [entry["adapted"]["unseen"]["log_score"]["rows"] for entry in recent]
+    assert done.result["average"]["adapted"]["unseen"]["log_score"]["rows"] == pytest.approx(np.mean(figures))
+    with pytest.raises(UserError, match="there is no stance 'globl'"):
+        fit(model, clients, None, stances=("globl",))
+
+
 def test_divergence_keeps_the_last_good_state(model, clients, tmp_path):
     algorithm = TABLE["fedavg"](model)
     diverging = type(algorithm)(model, train=Training(lr=1e30, batch=8, epochs=2))
@@ -240,6 +284,8 @@ def test_a_fit_predicts_for_everyone_and_for_one(finished, clients):
     assert not np.allclose(shared, own)
     with pytest.raises(UserError, match="six has no client 'nobody'; the first are 0, 1"):
         done.draws(clients.x[:3], "nobody")
+    with pytest.raises(UserError, match="expected finite numbers, in rows of shape"):
+        done.predict(clients.x[:3, :2])
     with pytest.raises(UserError, match="adapted needs a client"):
         done.draws(clients.x[:3], adapted=True)
     unseen = clients.names[clients.unseen][0]

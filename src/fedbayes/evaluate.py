@@ -169,13 +169,14 @@ def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:
                 "variance": mean["total"],
                 "epistemic_variance": mean["epistemic"],
             }
-        gaps = np.abs(score.bin_hits - score.bin_confidence) / score.bin_rows
+        filled = score.bin_rows > 0
+        gaps = np.where(filled, np.abs(score.bin_hits - score.bin_confidence) / np.where(filled, score.bin_rows, 1), 0)
         return {
             "accuracy": 1 - mean["error"],
             "log_score": mean["log_score"],
             "brier": mean["brier"],
-            "ece": np.where(score.rows > 0, np.nansum(share * np.nan_to_num(gaps), axis=-1), np.nan),
-            "mce": np.where(score.rows > 0, np.nan_to_num(gaps).max(axis=-1), np.nan),
+            "ece": np.where(score.rows > 0, np.sum(share * gaps, axis=-1), np.nan),
+            "mce": np.where(score.rows > 0, gaps.max(axis=-1), np.nan),
             "entropy": mean["total"],
             "mutual_information": mean["epistemic"],
         }
@@ -202,7 +203,7 @@ def summary(scores: Score, numeric: bool) -> dict[str, dict[str, float]]:
             "rows": float(pooled[name]),
             "clients": float(values.mean()),
             "spread": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
-            "worst_tenth": float(ordered[: max(1, round(len(ordered) / 10))].mean()),
+            "worst_tenth": float(ordered[: -(-len(ordered) // 10)].mean()),
         }
     return found
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbayes import __version__, keys
+from fedbayes import __version__, keys, wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
@@ -23,6 +23,7 @@ from fedbayes.evaluate import predictive
 from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint
 from fedbayes.simulator import Diverged, Round, Simulation
 from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
+from fedbayes.states import States
 
 Callback = Callable[[Simulation, Round], None]
 
@@ -61,6 +62,10 @@ class Fit:
             count = int(simulation.data.train_counts[place])
             rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.data.train([place], max(1, count)))
             local = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
+        x = np.asarray(x)
+        if x.shape[1:] != simulation.data.shape or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+            shape = simulation.data.shape
+            raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
         draw = keys.fold(key, np.uint32(keys.PREDICT))
         return simulation.algorithm.predict(draw, simulation.down(), local, jnp.asarray(x))
 
@@ -89,6 +94,7 @@ def simulate(
     dropout: float = 0.0,
     clients: Literal["vmap", "loop"] = "vmap",
     evaluate_every: int = 0,
+    average_last: int = 0,
     stances: tuple[str, ...] = STANCES,
     folder: Path | str | None = None,
     resume: bool = False,
@@ -108,6 +114,8 @@ def simulate(
         dropout: Share of a cohort that does not answer.
         clients: "vmap", or "loop" to run them one by one and see which step of which client fails.
         evaluate_every: Score every client each so many rounds too, into the history.
+        average_last: Score every client after each of the last so many rounds, and give the mean of their figures in
+            `result["average"]`, as some papers report.
         stances: Which of global, personal and adapted to score.
         folder: Where to keep the run; without one, nothing is written.
         resume: Go on from the folder's checkpoint.
@@ -127,6 +135,8 @@ def simulate(
     """
     if rounds < 1:
         raise UserError(f"rounds is {rounds}, but a run has at least one")
+    if not 0 <= average_last <= rounds:
+        raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
     algorithm = algorithm.planned(rounds)
     settings: dict[str, Any] = {
         "fedbayes": __version__,
@@ -137,16 +147,21 @@ def simulate(
         "seed": seed,
         "dropout": dropout,
         "evaluate_every": evaluate_every,
+        "average_last": average_last,
         "stances": list(stances),
         "data": describe_data(data),
         "model": fingerprint(algorithm, data),
         **(config or {}),
     }
+    if unknown := [stance for stance in stances if stance not in STANCES]:
+        raise UserError(f"there is no stance {unknown[0]!r}; choose from {', '.join(STANCES)}")
+    # All that can be wrong is found before anything is written, and before a run that is there is removed.
+    wire.check(wire.manifest(algorithm, data))
+    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients)
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
-    local = run.folder / "local" if run is not None else None
-    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, folder=local)
     history: list[dict[str, Any]] = []
     if run is not None:
+        simulation.local = States(simulation.fresh, len(data), run.folder / "local")
         history = run.restore(simulation)
         if run.finished:
             result, evaluation = run.outcome(simulation)
@@ -168,7 +183,8 @@ def simulate(
                 raise
             record({"round": done.round, **done.metrics})
             last = done.round == rounds
-            if evaluate_every and done.round % evaluate_every == 0 and not last:
+            wanted = (evaluate_every and done.round % evaluate_every == 0) or done.round > rounds - average_last
+            if wanted and not last:
                 record({"round": done.round, "evaluation": assess(simulation, stances).summary()})
             for callback in callbacks:
                 callback(simulation, done)
@@ -180,6 +196,9 @@ def simulate(
     figures = evaluation.summary()
     record({"round": rounds, "evaluation": figures})
     result = {"schema": SCHEMA, **settings, "metrics": figures}
+    if average_last:
+        recent = [entry["evaluation"] for entry in history if "evaluation" in entry and entry["round"] > rounds - average_last]
+        result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
     if run is not None:
         run.finish(result, evaluation)
     return Fit(simulation, evaluation, result, history)

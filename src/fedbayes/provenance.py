@@ -18,17 +18,22 @@ MOVES = frozenset(
     {
         *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "concatenate", "pad", "rev", "split", "sort"),
         *("slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "select_n", "stop_gradient", "device_put"),
+        *("scatter-add", "neg", "max", "min", "clamp", "top_k", "cummax", "cummin", "real", "imag", "complex", "copysign"),
+        *("pure_callback", "io_callback", "python_callback"),
         *("copy", "copy_p", "convert_element_type", "bitcast_convert_type", "reduce_precision", "optimization_barrier"),
     }
 )
 """Primitives whose outputs hold their inputs' numbers as they are."""
+LAYOUT = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "dynamic_slice"})
+"""Those of them that keep a mask a mask."""
 
 
 class Flow(NamedTuple):
-    """Where the numbers of one variable come from, by the names of the inputs."""
+    """Where the numbers of one variable come from, by the names of the inputs; and whether they are all 0 or 1."""
 
     depends: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
+    mask: bool = False
 
 
 def trace(function: Callable[..., Any], inputs: dict[str, Any]) -> list[Flow]:
@@ -36,7 +41,7 @@ def trace(function: Callable[..., Any], inputs: dict[str, Any]) -> list[Flow]:
 
     >>> x = jax.ShapeDtypeStruct((3,), "float32")
     >>> trace(lambda a, b: (a.sum() * b, a[::-1]), {"a": x, "b": x})
-    [Flow(depends=('a', 'b'), copies=()), Flow(depends=('a',), copies=('a',))]
+    [Flow(depends=('a', 'b'), copies=(), mask=False), Flow(depends=('a',), copies=('a',), mask=False)]
     """
     closed = jax.make_jaxpr(function)(*inputs.values())
     # One by one: a dict as a pytree would sort its keys, and the arguments are in the order given.
@@ -59,7 +64,8 @@ def _walk(jaxpr: Any, arguments: Sequence[Flow]) -> list[Flow]:
     for equation in jaxpr.eqns:
         sources = [read(variable) for variable in equation.invars]
         for variable, flow in zip(equation.outvars, _apply(equation, sources), strict=True):
-            flows[variable] = flow
+            mask = variable.aval.dtype == bool or (equation.primitive.name in LAYOUT and sources[0].mask)
+            flows[variable] = flow._replace(mask=mask)
     return [read(variable) for variable in jaxpr.outvars]
 
 
@@ -89,8 +95,18 @@ def _apply(equation: Any, sources: list[Flow]) -> list[Flow]:
         if len(jaxpr.invars) == len(sources) and len(jaxpr.outvars) == len(equation.outvars):
             return _walk(jaxpr, sources)
     everything = _join(*sources)
-    moved = everything.copies if name in MOVES else ()
-    return [Flow(everything.depends, moved) for _ in equation.outvars]
+    moves = name in MOVES or _moves(equation, sources)
+    return [Flow(everything.depends, everything.copies if moves else ()) for _ in equation.outvars]
+
+
+def _moves(equation: Any, sources: list[Flow]) -> bool:
+    """Whether arithmetic leaves a number as it is, or as good as it is: times a mask or a constant, a sum of one."""
+    if equation.primitive.name in ("mul", "add", "add_any", "sub", "div"):
+        constant = [isinstance(variable, core.Literal) for variable in equation.invars]
+        return any(constant) or any(source.mask for source in sources)
+    if equation.primitive.name in ("reduce_sum", "reduce_max", "reduce_min"):
+        return equation.invars[0].aval.size == equation.outvars[0].aval.size
+    return False
 
 
 def _fixpoint(jaxpr: Any, head: list[Flow], carry: list[Flow], rest: list[Flow]) -> list[Flow]:

@@ -58,13 +58,15 @@ class Run:
                 self._same_config()
                 self.finished = (folder / "result.json").exists()
             else:
+                self._clear()
                 folder.mkdir(parents=True, exist_ok=True)
                 write(folder / "config.json", json.dumps(self.config, indent=2).encode())
 
     def _clear(self) -> None:
-        for name in FILES:
-            (self.folder / name).unlink(missing_ok=True)
+        """Remove a run's files and nothing else; its config last, so that what is left is never taken for another run's."""
         shutil.rmtree(self.folder / "local", ignore_errors=True)
+        for name in reversed(FILES):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _same_config(self) -> None:
         there = read_json(self.folder / "config.json")
@@ -86,7 +88,7 @@ class Run:
         with _writing(self.folder):
             simulation.local.commit(simulation.round)
             state = jax.device_get(simulation.state)
-            metadata = {"round": simulation.round, "sha256": _digest(state)}
+            metadata = {"round": simulation.round, "sha256": _digest(state), "local": simulation.local.digest()}
             write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
 
     def restore(self, simulation: Simulation) -> list[dict[str, Any]]:
@@ -105,14 +107,18 @@ class Run:
             raise UserError(f"{what} does not match its checksum: it is damaged; --force starts the run over")
         simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.rewind(simulation.round)
+        if metadata["local"] != simulation.local.digest():
+            raise UserError(
+                f"the clients' states in {self.folder / 'local'} are not those of {what}; --force starts the run over"
+            )
         history = []
         with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.jsonl") as file:
             for line in file:
                 with contextlib.suppress(json.JSONDecodeError):  # a line that was being written when the run was killed
                     history.append(json.loads(line))
         if not self.finished:
-            last = simulation.round
-            history = [entry for entry in history if entry["round"] <= last]
+            last, end = simulation.round, self.config["rounds"]  # the evaluation at the end is made again
+            history = [entry for entry in history if entry["round"] <= last and not ("evaluation" in entry and last == end)]
             with _writing(self.folder):
                 write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
         return history
@@ -121,7 +127,7 @@ class Run:
         """Write the figures; after this the run is finished."""
         with _writing(self.folder):
             write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
-            write(self.folder / "result.json", json.dumps(result, indent=2).encode())
+            write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
         self.finished = True
 
     def outcome(self, simulation: Simulation) -> tuple[dict[str, Any], Evaluation]:
@@ -130,7 +136,7 @@ class Run:
         template = {stance: no_scores(len(simulation.data)) for stance in self.config["stances"]}
         result = read_json(self.folder / "result.json")
         scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
-        numeric = "rmse" in next(iter(next(iter(result["metrics"].values())).values()))
+        numeric = result["data"]["classes"] is None
         return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
 
 
@@ -167,7 +173,15 @@ def fingerprint(algorithm: AnyAlgorithm, data: Clients) -> str | None:
 def describe_data(data: Clients) -> dict[str, Any]:
     """What the clients are, with a fingerprint of who has which labels, so that a run is not resumed on other data."""
     digest = hashlib.sha256()
-    for array in (data.offsets, data.train_counts, data.unseen, data.shift, data.scale, data.y, data.x[:1], data.x[-1:]):
+    for array in (
+        data.offsets,
+        data.train_counts,
+        data.unseen,
+        data.shift,
+        data.scale,
+        data.y,
+        data.x[:: max(1, len(data.x) // 1000)],
+    ):
         digest.update(np.ascontiguousarray(array).tobytes())
     return {
         "name": data.name,
@@ -189,6 +203,11 @@ def write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

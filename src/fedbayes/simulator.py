@@ -8,6 +8,7 @@ and says which client failed at which step.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,8 @@ class Simulation:
         folder: Path | None = None,
     ) -> None:
         self.algorithm, self.data, self.seed, self.mode = algorithm, data, seed, clients
+        if seed < 0:
+            raise UserError(f"seed is {seed}, but a seed is not negative")
         self.cohort = cohort_size(cohort, len(data.participants))
         if not 0 <= dropout < 1:
             raise UserError(f"dropout is {dropout}, but it is the share of a cohort that does not answer: at least 0, below 1")
@@ -294,6 +297,8 @@ def cohort_size(cohort: int | float | None, population: int) -> int:
         raise UserError("no client is left to train: all are held out; hold out fewer")
     if cohort is None:
         return population
+    if not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
+        raise UserError(f"the cohort is {cohort}, but it is a whole number of clients, or a share of them up to 1")
     size = round(cohort * population) if isinstance(cohort, float) and cohort <= 1 else int(cohort)
     if size > population:
         raise UserError(f"the cohort is {size} clients a round, but only {population} take part; choose at most that many")

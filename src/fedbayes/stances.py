@@ -20,7 +20,7 @@ from fedbayes.cohort import AnyAlgorithm, Padding, Rows, client_data, for_each
 from fedbayes.errors import UserError
 from fedbayes.evaluate import SHAPES, Score, blockwise, is_numeric, summary
 from fedbayes.models import Likelihood, Model
-from fedbayes.simulator import Call, Simulation
+from fedbayes.simulator import ADVICE, Call, Diverged, Simulation
 
 STANCES = ("global", "personal", "adapted")
 BLOCK = 128
@@ -70,9 +70,9 @@ def assess(
                 elif stance == "personal":
                     state = local
                 else:
-                    state = _per_client(
-                        _adapt, simulation, key, down, local, simulation.call(ids, slots, bucket.train, "train")
-                    )
+                    train = simulation.call(ids, slots, bucket.train, "train")
+                    state = _per_client(_adapt, simulation, key, down, local, train)
+                    _refuse_diverged(simulation, ids, state)
                 score = _per_client(_score, simulation, key, down, state, test)
                 for column, value in zip(found[stance], score, strict=True):
                     column[ids] = np.asarray(value)[: len(ids)]
@@ -87,6 +87,17 @@ def likelihood_of(algorithm: AnyAlgorithm) -> Likelihood:
     if not isinstance(model, Model):
         raise UserError(f"{type(algorithm).__name__} has no field `model`, so its predictions have no likelihood to score with")
     return model.likelihood
+
+
+def _refuse_diverged(simulation: Simulation, ids: np.ndarray, state: Any) -> None:
+    """A client whose adapted state is not finite would be scored as if it knew nothing; that is no result."""
+    fine = np.asarray(_each_finite(state))[: len(ids)]
+    if not fine.all():
+        names = ", ".join(str(name) for name in simulation.data.names[ids[~fine][:5]])
+        raise Diverged(f"adapting diverged on {(~fine).sum()} of {len(ids)} clients ({names} …); {ADVICE} in `tune`")
+
+
+_each_finite = jax.jit(jax.vmap(trees.finite))
 
 
 def no_scores(count: int) -> Score:

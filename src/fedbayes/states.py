@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,8 @@ class States(Generic[Local]):
     def __init__(self, fresh: Local, count: int, folder: Path | None = None) -> None:
         leaves, self._treedef = jax.tree.flatten(jax.device_get(fresh))
         self._leaves = [np.asarray(leaf) for leaf in leaves]
-        self._record = trees.size(self._leaves)
+        self._size = trees.size(self._leaves)
+        self._record = self._size + 4 if self._size else 0  # and a checksum
         self._count = count
         self._committed = 0
         if folder is None:
@@ -35,7 +37,8 @@ class States(Generic[Local]):
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
-        written = np.frombuffer(os.pread(self._tags.fileno(), count * 8, 0), np.int32)
+        content = os.pread(self._tags.fileno(), count * 8, 0)
+        written = np.frombuffer(content[: len(content) // 4 * 4], np.int32)
         self._rounds = np.zeros((count, 2), np.int32)
         self._rounds.reshape(-1)[: written.size] = written
         self._newest = np.zeros(count, np.int32)
@@ -62,6 +65,13 @@ class States(Generic[Local]):
                 slot = self._newest[client]
                 if self._rounds[client, slot]:
                     record = os.pread(self._states.fileno(), self._record, self._offset(client, slot))
+                    if (
+                        len(record) != self._record
+                        or zlib.crc32(record[: self._size]).to_bytes(4, "little") != record[self._size :]
+                    ):
+                        raise UserError(
+                            f"the state of client number {client} is damaged or missing; --force starts the run over"
+                        )
                     start = 0
                     for array, leaf in zip(stacked, self._leaves, strict=True):
                         array[place] = np.frombuffer(record, leaf.dtype, leaf.size, start).reshape(leaf.shape)
@@ -81,9 +91,13 @@ class States(Generic[Local]):
             tag = np.int32(round).tobytes()
             _write(self._tags.fileno(), tag, (client * 2 + slot) * 4)
             record = b"".join(np.ascontiguousarray(leaf[place]).tobytes() for leaf in leaves)
-            _write(self._states.fileno(), record, self._offset(client, slot))
+            _write(self._states.fileno(), record + zlib.crc32(record).to_bytes(4, "little"), self._offset(client, slot))
             self._rounds[client, slot] = round
             self._newest[client] = slot
+
+    def digest(self) -> int:
+        """A checksum of who has a state of which round, for the checkpoint."""
+        return zlib.crc32(self._rounds.max(axis=1).tobytes())
 
     def trained(self) -> np.ndarray:
         """Which clients have a state of their own."""

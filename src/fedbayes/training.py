@@ -10,10 +10,11 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental import checkify
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Params
 from fedbayes.errors import UserError
-from fedbayes.models import Model
+from fedbayes.models import Model, Normal
 
 Carry = TypeVar("Carry")
 
@@ -37,14 +38,18 @@ class Training:
 
     epochs: int = 1
     """Passes over the client's rows."""
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    """Which of Optax's; it starts anew in each round."""
     batch: int = 50
     """Rows in a minibatch; the last one of an epoch may hold fewer."""
     lr: float = 0.1
     """Step size in the first round."""
     momentum: float = 0.0
-    """Of SGD; starts at zero in each round."""
+    """Of SGD."""
     weight_decay: float = 0.0
     """Added to the gradient, times the parameters."""
+    clip: float | None = None
+    """Largest norm of a gradient; by default 1 where the model learns its scale, and none elsewhere."""
     decay_at: tuple[float, ...] = ()
     """Fractions of the run after which the step size is multiplied by `decay`."""
     decay: float = 0.1
@@ -58,21 +63,29 @@ class Training:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least {least}")
         if not self.lr >= 0 or not 0 <= self.momentum < 1:
             raise UserError(f"lr is {self.lr} and momentum {self.momentum}; lr is not negative and momentum is below 1")
+        if any(not isinstance(fraction, int | float) for fraction in self.decay_at):
+            raise UserError(f"decay_at is {self.decay_at}, but it holds fractions of the run, such as 0.5")
 
-    def lr_of(self, round: Any) -> Float[Array, ""]:
-        """The step size of a round, counted from 1; `round` may be traced."""
+    def lr_of(self, number: Any) -> Float[Array, ""]:
+        """The step size of a round, counted from 1; `number` may be traced."""
         if not self.decay_at:
             return jnp.float32(self.lr)
         if self.rounds is None:
             raise UserError("the step size decays but the run has no length; call algorithm.planned(rounds) first")
-        boundaries = jnp.array([int(fraction * self.rounds) for fraction in self.decay_at])
-        passed = jnp.sum(jnp.asarray(round) > boundaries)
+        boundaries = jnp.array([round(fraction * self.rounds) for fraction in self.decay_at])
+        passed = jnp.sum(jnp.asarray(number) > boundaries)
         return jnp.float32(self.lr) * jnp.float32(self.decay) ** passed.astype(jnp.float32)
 
-    def optimiser(self, lr: Float[Array, ""]) -> optax.GradientTransformation:
-        """Optax's SGD with these settings."""
-        sgd = optax.sgd(lr, momentum=self.momentum or None)
-        return optax.chain(optax.add_decayed_weights(self.weight_decay), sgd) if self.weight_decay else sgd
+    def build(self, lr: Float[Array, ""], model: Model) -> optax.GradientTransformation:
+        """Optax's optimiser with these settings.
+
+        Where a scale σ is learnt, gradients go with 1/σ² and one row far off can throw a client out; so they are clipped.
+        """
+        clip = self.clip if self.clip is not None else (1.0 if model.likelihood == Normal(scale=None) else 0.0)
+        chain = [optax.clip_by_global_norm(clip)] if clip else []
+        chain += [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
+        step = optax.adam(lr) if self.optimiser == "adam" else optax.sgd(lr, momentum=self.momentum or None)
+        return optax.chain(*chain, step) if chain else step
 
 
 _checked = contextvars.ContextVar("_checked", default=False)
@@ -107,6 +120,7 @@ def local_steps(
 
     def epoch(number: Any, carry: Carry) -> Carry:
         epoch_key = jax.random.fold_in(key, number)
+        steps_key = jax.random.fold_in(epoch_key, np.uint32(0xFFFFFFFF))  # what is drawn in a step is not the shuffle's
         ranks = jax.random.bits(epoch_key, (length,))
         order = jnp.argsort(jnp.where(data.mask, ranks, jnp.uint32(0xFFFFFFFF)), stable=True)
         order = jnp.pad(order, (0, -length % batch))
@@ -114,7 +128,7 @@ def local_steps(
         def minibatch(place: Any, carry: Carry) -> Carry:
             chosen = jax.lax.dynamic_slice(order, (place * batch,), (batch,))
             mask = place * batch + jnp.arange(batch) < rows
-            carry = step(carry, jax.random.fold_in(epoch_key, place), Data(data.x[chosen], data.y[chosen], mask))
+            carry = step(carry, jax.random.fold_in(steps_key, place), Data(data.x[chosen], data.y[chosen], mask))
             if _checked.get():
                 message = "local step {step} of epoch {epoch} left numbers that are not finite"
                 checkify.check(trees.finite(carry), message, step=place + 1, epoch=number + 1)
@@ -126,6 +140,7 @@ def local_steps(
 
 
 def descend(
+    model: Model,
     loss: Callable[[Params, PRNGKeyArray, Data], Float[Array, ""]],
     params: Params,
     training: Training,
@@ -134,7 +149,7 @@ def descend(
     data: Data,
 ) -> tuple[Params, Float[Array, ""]]:
     """Minimise `loss(params, key, minibatch)` by `training`; returns the parameters and the mean loss over the steps."""
-    optimiser = training.optimiser(lr)
+    optimiser = training.build(lr, model)
 
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         params, state, total, steps = carry
@@ -163,7 +178,7 @@ def fine_tune(model: Model, training: Training, key: PRNGKeyArray, params: Param
     def loss(params: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
         return mean_loss(model, params, batch)
 
-    return descend(loss, params, training, training.lr_of(1), key, data)[0]
+    return descend(model, loss, params, training, training.lr_of(1), key, data)[0]
 
 
 def rows(data: Data) -> Float[Array, ""]:

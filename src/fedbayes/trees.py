@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -69,11 +69,6 @@ def finite(tree: Any) -> Bool[Array, ""]:
     return jnp.stack(flags).all() if flags else jnp.bool_(True)
 
 
-def select(condition: Bool[Array, ""], yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`, leaf by leaf."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
 def zeros(tree: Any) -> Any:
     """Zeros with the shapes and dtypes of `tree`, whose leaves may be ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
@@ -82,8 +77,3 @@ def zeros(tree: Any) -> Any:
 def size(tree: Any) -> int:
     """Bytes of all leaves."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def shapes(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` would return, as ShapeDtypeStructs; nothing is computed."""
-    return jax.eval_shape(function, *arguments)

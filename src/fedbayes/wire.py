@@ -49,7 +49,7 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data | Clients) -> 
     ['shared/head/kernel', 'lr', 'shared/head/kernel', 'weight', 'loss']
     """
     if isinstance(data, Clients):
-        data = jax.tree.map(lambda leaf: leaf[0], data.train([0], int(data.train_counts[0])))
+        data = jax.tree.map(lambda leaf: leaf[0], data.train([0], max(2, int(data.train_counts[0]))))
     key = jax.eval_shape(lambda: jax.random.key(0))
     server = jax.eval_shape(algorithm.init_server, key)
     local = jax.eval_shape(algorithm.init_local, key)

@@ -88,7 +88,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
         def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, w, batch)
 
-        params, loss = descend(F, down.params, self.train, down.lr, key, data)
+        params, loss = descend(self.model, F, down.params, self.train, down.lr, key, data)
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, mean_loss
 
@@ -77,6 +78,10 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     part: Literal["full", "body", "head"] = "full"
     """What `adapt` fine-tunes."""
 
+    def __post_init__(self) -> None:
+        if self.part not in ("full", "body", "head"):
+            raise UserError(f"part is {self.part!r}, but FedBABU fine-tunes full, body or head")
+
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and head at random."""
         head, body = trees.split(self.model.init(key), self.head)
@@ -121,4 +126,4 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
         def F(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, trees.merge(moving, fixed), batch)
 
-        return descend(F, moving, training, lr, key, data)
+        return descend(self.model, F, moving, training, lr, key, data)

@@ -90,7 +90,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
             return mean_loss(self.model, w, batch)
 
         start = trees.merge(local.personal, down.shared)
-        w, loss = descend(F, start, self.train, down.lr, key, data)
+        w, loss = descend(self.model, F, start, self.train, down.lr, key, data)
         personal, shared = trees.split(w, self.personal)
         return Up(shared, rows(data), loss), Local(personal)
 
@@ -104,7 +104,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
         def F(personal: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, trees.merge(personal, down.shared), batch)
 
-        return Local(descend(F, local.personal, self.tune, self.tune.lr_of(1), key, data)[0])
+        return Local(descend(self.model, F, local.personal, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the shared base under the client's own layers."""

@@ -1,7 +1,7 @@
 """FedProx: federated averaging with a proximal term (Li et al. 2020, Algorithm 2).
 
     client:  minimise F_i(w_i) + μ/2 ‖w_i − w‖²,  F_i(w_i) = −1/n_i Σ log p(y | x, w_i)
-    server:  w ← Σ_i n_i w_i / Σ_i n_i
+    server:  w ← Σ_i n_i w_i / Σ_i n_i          (uniform=True: the plain mean, as the paper has it with clients drawn by n_i)
 
 What a client minimises is its negative log posterior, over n_i, under the prior N(w, 1/(μ n_i)): the simplest hierarchical
 model here. `adapt` minimises the same. The messages are FedAvg's; μ = 0 is FedAvg.
@@ -59,7 +59,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w on the pulled objective."""
-        params, loss = descend(self._objective(down.params), down.params, self.train, down.lr, key, data)
+        params, loss = descend(self.model, self._objective(down.params), down.params, self.train, down.lr, key, data)
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -69,7 +69,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""
         lr = self.tune.lr_of(1)
-        return Local(descend(self._objective(down.params), down.params, self.tune, lr, key, data)[0])
+        return Local(descend(self.model, self._objective(down.params), down.params, self.tune, lr, key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or w where it has none."""

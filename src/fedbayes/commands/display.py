@@ -50,8 +50,7 @@ def progress_bar() -> Iterator[Callable[[str, int], Callable[..., None]]]:
 
 def result_table(results: Mapping[str, Sequence[dict[str, Any]]], title: str) -> Table:
     """One line for each method, stance and group of clients: figures pooled over rows, mean ± spread over the seeds."""
-    some = next(iter(results.values()))[0]["metrics"]
-    numeric = "rmse" in next(iter(next(iter(some.values())).values()))
+    numeric = next(iter(results.values()))[0]["data"]["classes"] is None
     table = Table(
         title=title,
         title_justify="left",
@@ -67,6 +66,8 @@ def result_table(results: Mapping[str, Sequence[dict[str, Any]]], title: str) ->
         table.add_column(TITLES[name], justify="right", no_wrap=True)
     table.add_column("worst tenth", justify="right", no_wrap=True)
     first = SHOWN[numeric][0]
+    if not lines(next(iter(results.values()))[0]):
+        table.add_row("no test rows")
     for method, runs in results.items():
         for place, (stance, group) in enumerate(lines(runs[0])):
             figures = [run["metrics"][stance][group] for run in runs]

@@ -54,6 +54,8 @@ class DataOptions:
         """The clients; `seed` instead of `data_seed` draws another partition."""
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         spec, own = options.pop("data"), options.pop("data_seed")
+        if own < 0:
+            raise UserError(f"data-seed is {own}, but a seed is not negative")
         return load(spec, **options, seed=own if seed is None else seed)
 
 
@@ -139,7 +141,7 @@ def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
 
 
 def override(algorithm: Any, settings: Sequence[str]) -> Any:
-    """`algorithm` with `path=value` settings, such as train.lr=0.05, where it has such a field."""
+    """`algorithm` with `path=value` settings, such as train.lr=0.05."""
     for setting in settings:
         path, equals, text = setting.partition("=")
         try:
@@ -148,7 +150,12 @@ def override(algorithm: Any, settings: Sequence[str]) -> Any:
             value = text
         if not equals:
             raise UserError(f"the setting {setting!r} cannot be read; write path=value, such as train.lr=0.05")
-        algorithm = _replace(algorithm, path.split("."), tuple(value) if isinstance(value, list) else value, setting)
+        try:
+            algorithm = _replace(algorithm, path.split("."), tuple(value) if isinstance(value, list) else value, setting)
+        except TypeError:
+            raise UserError(
+                f"{setting!r}: {text!r} is not of the kind that {path} holds; see fedbayes run ALGORITHM --help"
+            ) from None
     return algorithm
 
 
@@ -166,6 +173,8 @@ def _replace(config: Any, path: list[str], value: Any, setting: str) -> Any:
         value = unbuilt(str(value))
     elif isinstance(inner, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    elif inner is None and isinstance(value, str):
+        raise UserError(f"{setting!r}: expected a number")
     if inner is not None and not isinstance(inner, Model) and not isinstance(value, type(inner)):
         raise UserError(f"{setting!r}: expected a {type(inner).__name__}, such as {inner!r}")
     return dataclasses.replace(config, **{path[0]: value})

@@ -32,6 +32,8 @@ class Options:
     """Start over in a folder that holds a run."""
     evaluate_every: int = 0
     """Also evaluate all clients each so many rounds."""
+    average_last: int = 0
+    """Also give the mean of the figures after each of the last so many rounds."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str]) -> None:
                 dropout=settings.dropout,
                 clients="loop" if settings.loop else "vmap",
                 evaluate_every=options.evaluate_every,
+                average_last=options.average_last,
                 folder=folder,
                 resume=options.resume,
                 force=options.force,

@@ -13,6 +13,8 @@ from fedbayes.algorithm import Data
 from fedbayes.data.rows import blocks, check_finite, identify, release, split, take, targets
 from fedbayes.errors import UserError
 
+UNSEEN = 0x0FF  # in front of the seed, so that who is held out has nothing to do with who is drawn for a round
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clients:
@@ -152,7 +154,7 @@ class Clients:
                 f"hold out between 0 and {len(self.participants) - 1}"
             )
         unseen = self.unseen.copy()
-        unseen[np.random.default_rng([seed, 1]).choice(self.participants, n, replace=False)] = True
+        unseen[np.random.default_rng([UNSEEN, seed]).choice(self.participants, n, replace=False)] = True
         fewer = dataclasses.replace(self, unseen=unseen)
         # Standardised clients are standardised anew: what is held out must not have a part in shift and scale.
         return fewer if (self.scale == 1).all() and not self.shift.any() else fewer.standardised(self.scale.ndim == 0 or None)
@@ -248,7 +250,8 @@ class Clients:
         Args:
             x: Rows of features, of any number type; images stay uint8, everything else becomes float32.
             y: Whole numbers 0..k-1 for classes, or floats for a numeric target.
-            client: For each row, which client it belongs to: any value, or a position in `names`; -1 leaves the row out.
+            client: For each row, which client it belongs to: any value; or, with `names`, a position in
+                them, where -1 leaves the row out.
             names: Names of the clients; by default the values in `client`.
             classes: Names of the classes; by default "0".."k-1".
             features: Names of the columns of x.

@@ -76,8 +76,6 @@ def identify(client: np.ndarray, names: Sequence[str] | np.ndarray | None, name:
     if client.dtype.kind == "O":
         client = client.astype(str)
     values, positions = np.unique(client, return_inverse=True)
-    if client.dtype.kind == "i" and len(values) > 1 and values[0] == -1:
-        values, positions = values[1:], positions - 1
     return positions.astype(np.int64), values.astype(str)
 
 

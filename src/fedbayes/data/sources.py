@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedbayes.data import files, named
 from fedbayes.data.clients import Clients
@@ -54,9 +55,19 @@ def load(
     path = Path(spec).expanduser()
     name = path.stem if path.exists() and spec not in NAMES else spec
     if spec == "synthetic" or (path / MANIFEST).is_file():
+        given: dict[str, Any] = {
+            "partition": partition,
+            "client_column": client_column,
+            "target": target,
+            "test_column": test_column,
+        }
+        given |= {"ignore": ignore, "missing": missing, "task": task, "test": test}
+        given |= {} if spec == "synthetic" else {"clients": clients}
+        if unfit := [option for option, value in given.items() if value]:
+            raise UserError(f"{spec} has its clients and rows already, so {', '.join(unfit)} cannot be chosen; leave it out")
         whole = synthetic(clients or 100, seed=seed) if spec == "synthetic" else Clients.load(path)
         whole = whole.hold_out(hold_out, seed) if hold_out else whole
-        return whole.standardised() if hold_out and standardise else whole
+        return whole.standardised() if spec == "synthetic" and standardise else whole
 
     options = Options(client_column, target, test_column, tuple(ignore), missing, task)
     table = _read(spec, path, options, name)

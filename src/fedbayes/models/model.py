@@ -180,21 +180,13 @@ def with_learned_scale(model: Model) -> Model:
     """
 
     def init(key: PRNGKeyArray) -> Params:
-        params, scale = model.init(key), {"log_scale": jnp.zeros((), jnp.float32)}
-        # With the head where there is one: whose head is personal has a scale of their own as well.
-        return {**params, "head": {**params["head"], **scale}} if isinstance(params.get("head"), dict) else {**params, **scale}
+        return {**model.init(key), "log_scale": jnp.zeros((), jnp.float32)}
 
     def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n 2"]:
-        params = dict(params)
-        if "log_scale" in params:
-            scale = params.pop("log_scale")
-        else:
-            params["head"] = dict(params["head"])
-            scale = params["head"].pop("log_scale")
-        mean = model.apply(params, x)
+        mean = model.apply({name: value for name, value in params.items() if name != "log_scale"}, x)
         if mean.shape != (len(x), 1):
             raise UserError(f"a network with a learned scale gives one mean per row, {(len(x), 1)}, but gave {mean.shape}")
-        return jnp.concatenate([mean, jnp.broadcast_to(scale, mean.shape)], axis=-1)
+        return jnp.concatenate([mean, jnp.broadcast_to(params["log_scale"], mean.shape)], axis=-1)
 
     return dataclasses.replace(model, init=init, apply=apply, likelihood=Normal(scale=None))
 

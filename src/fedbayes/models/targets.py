@@ -20,7 +20,7 @@ from fedbayes.models.model import Model
 def in_units(model: Model, mean: float, deviation: float) -> Model:
     """The model whose outputs are those of `model` for a target with mean 0 and deviation 1.
 
-    Normal with a learned scale: (mean + deviation a_0, log deviation + a_1). Normal with a known scale: the mean is added.
+    Normal with a learned scale: (mean + deviation a_0, log deviation + a_1). Normal with a known scale: mean + deviation a_0.
     Poisson: its logarithm is added to the log rate. Labels have no units.
     """
     shift, factor = _affine(model.likelihood, mean, deviation)
@@ -35,7 +35,7 @@ def _affine(likelihood: Likelihood, mean: float, deviation: float) -> tuple[tupl
     if likelihood == Normal(scale=None):
         return (mean, math.log(deviation)), (deviation, 1.0)
     if isinstance(likelihood, Normal):
-        return (mean,), (1.0,)
+        return (mean,), (deviation,)
     if isinstance(likelihood, Poisson) and mean > 0:
         return (math.log(mean),), (1.0,)
     return (), ()
