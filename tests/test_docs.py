@@ -121,7 +121,7 @@ def test_pages_name_every_command_option_and_algorithm():
 def test_schema_of_the_result_is_the_documented_one(clients):
     page = text("docs/evaluation.md")
     model = fb.models.mlp(clients.shape, fb.models.Categorical(2), hidden=(4,))
-    fit = fb.simulate(fb.FedAvg(model), clients, rounds=1, folder="run", stances=("global",))
+    fit = fb.simulate(fb.FedAvg(model), clients, rounds=1, folder="run", stances=("global",), average_last=1)
     result = json.loads(Path("run/result.json").read_text())
     section = page[page.index("## result.json") :]
     documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from tyro.conf import arg
@@ -124,6 +124,26 @@ def parse(options: type[Any], arguments: Sequence[str], prog: str, description: 
         options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
         options.__doc__ = description
     return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry)
+
+
+class Chosen(NamedTuple):
+    """What a command about one algorithm works with."""
+
+    name: str
+    options: Any
+    data: Clients
+    algorithm: Any
+
+
+def choose(options: type[Any], arguments: Sequence[str], command: str, does: str) -> Chosen | None:
+    """The algorithm that the arguments name, set as they say, with its network built for the data; None after help."""
+    name = algorithm_name(arguments, command)
+    if name is None:
+        return None
+    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), name)
+    data = parsed.data.load()
+    model = build(parsed.algorithm.model, data, parsed.settings.likelihood)
+    return Chosen(name, parsed, data, dataclasses.replace(parsed.algorithm, model=model))
 
 
 def algorithm_name(arguments: Sequence[str], command: str) -> str | None:

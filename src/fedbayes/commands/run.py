@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from fedbayes.commands.display import progress_bar, result_table, show
-from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
+from fedbayes.commands.options import DataOptions, RunOptions, choose
 from fedbayes.fit import Fit, simulate
 
 
@@ -38,14 +38,10 @@ class Options:
 
 def main(arguments: Sequence[str]) -> None:
     """Train, evaluate, print the table and where the run is."""
-    name = algorithm_name(arguments, "run")
-    if name is None:
+    chosen = choose(Options, arguments, "run", "Train {name} and leave a run folder. The options are the algorithm's fields.")
+    if chosen is None:
         return
-    description = f"Train {name} and leave a run folder. The options are the algorithm's fields."
-    options = parse(Options, arguments[1:], f"fedbayes run {name}", description, name)
-    data = options.data.load()
-    model = build(options.algorithm.model, data, options.settings.likelihood)
-    algorithm = dataclasses.replace(options.algorithm, model=model)
+    name, options, data, algorithm = chosen
     folder = options.out or Path("runs") / f"{name}-{data.name}-{options.seed}"
     settings = options.settings
     with progress_bar() as add:

@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from fedbayes import wire
 from fedbayes.commands.display import show
-from fedbayes.commands.options import DataOptions, RunOptions, algorithm_name, build, parse
+from fedbayes.commands.options import DataOptions, RunOptions, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,12 @@ class Options:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the manifest of a round."""
-    name = algorithm_name(arguments, "wire")
-    if name is None:
+    does = "What {name} sends in a round: each array, its shape, its reduction and what it depends on."
+    chosen = choose(Options, arguments, "wire", does)
+    if chosen is None:
         return
-    description = f"What {name} sends in a round: each array, its shape, its reduction and what it depends on."
-    options = parse(Options, arguments[1:], f"fedbayes wire {name}", description, name)
-    data = options.data.load()
-    model = build(options.algorithm.model, data, options.settings.likelihood)
-    algorithm = dataclasses.replace(options.algorithm, model=model).planned(options.settings.rounds)
-    leaves = wire.manifest(algorithm, data)
+    options = chosen.options
+    leaves = wire.manifest(chosen.algorithm.planned(options.settings.rounds), chosen.data)
     wire.check(leaves)
     if options.plain:
         print(wire.text(leaves), end="")
