@@ -30,7 +30,7 @@ def clients() -> Clients:
     client = np.repeat(np.arange(6), counts)
     x = generator.normal(size=(len(client), 4)).astype(np.float32)
     y = (x @ np.array([2.0, -1.0, 0.5, 1.0]) > 0).astype(np.int32)
-    return Clients.build(x, y, client, test=0.3, name="six").hold_out(2, seed=1)
+    return Clients.build(x, y, client, test=0.3, name="six").hold_out(2, seed=5)
 
 
 @pytest.fixture(scope="session")

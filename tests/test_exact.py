@@ -130,6 +130,20 @@ def test_fedbabu_adapts_the_part_it_is_told(model, clients, part, moved):
     assert changed == moved
 
 
+def test_adam_and_clipping_are_optax_s(regression, linear):
+    """One full-batch step: Adam's first is lr · sign of the gradient; a clipped one has the length lr · clip."""
+    data = jax.tree.map(lambda leaf: leaf[0], regression.train([0], 40))
+
+    def moved(**settings):
+        algorithm = FedAvg(linear, train=Training(epochs=1, batch=1000, lr=0.05, **settings))
+        simulation = Simulation(algorithm, regression)
+        params = algorithm.client(jax.random.key(0), simulation.down(), simulation.fresh, data)[0].params
+        return np.array([*params["slope"], params["intercept"]])
+
+    np.testing.assert_allclose(np.abs(moved(optimiser="adam")), 0.05, rtol=1e-3)
+    assert np.linalg.norm(moved(clip=0.1)) == pytest.approx(0.05 * 0.1, rel=1e-4)
+
+
 def test_the_step_size_decays_where_it_should(model, clients):
     algorithm = FedBABU(model).planned(8)
     simulation = Simulation(algorithm, clients, cohort=2)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from fedbayes.algorithm import Data
 from fedbayes.models import Bernoulli, Categorical, Likelihood, Normal, Poisson
+from fedbayes.trees import other_peoples_code
 
 BINS = 15
 """Of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target."""
@@ -82,8 +83,7 @@ def probabilities(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> Float
 
 def moments(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> tuple[Float[Array, " n"], ...]:
     """Mean of the mixture, its variance, and the part of that which is the draws' disagreement on the mean."""
-    # NumPyro's moments mix Python numbers and arrays.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with other_peoples_code():
         component = likelihood.distribution(draws)
         means, variances = component.mean, component.variance
     epistemic = jnp.var(means, axis=0)

@@ -154,7 +154,8 @@ def descend(
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         params, state, total, steps = carry
         value, gradient = jax.value_and_grad(loss)(params, key, batch)
-        updates, state = optimiser.update(gradient, state, params)
+        with trees.other_peoples_code():
+            updates, state = optimiser.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, total + value, steps + 1
 
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))

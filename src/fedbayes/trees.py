@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +68,13 @@ def finite(tree: Any) -> Bool[Array, ""]:
     """Whether every number in every floating leaf is finite."""
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.stack(flags).all() if flags else jnp.bool_(True)
+
+
+@contextlib.contextmanager
+def other_peoples_code() -> Iterator[None]:
+    """Let arrays of different types and ranks meet, as they do inside NumPyro and Optax; our own code is strict."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def zeros(tree: Any) -> Any:

@@ -42,8 +42,8 @@ def describe(clients: Clients) -> str:
     target: 2 classes
     <BLANKLINE>
     client  train  test  no  yes
-    a           3     1   2    2
-    b *         1     1   1    1
+    a *         3     1   2    2
+    b           1     1   1    1
     all         4     2   3    3
     * unseen: never trains
     """

@@ -10,12 +10,12 @@ import abc
 import dataclasses
 import difflib
 
-import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float, Shaped
 
 from fedbayes.errors import UserError
+from fedbayes.trees import other_peoples_code
 
 
 class Likelihood(abc.ABC):
@@ -33,8 +33,7 @@ class Likelihood(abc.ABC):
     def log_prob(self, parameters: Float[Array, "*s n k"], y: Shaped[Array, " n"]) -> Float[Array, "*s n"]:
         """log p(y_i | parameters_i) for each row, and for each draw where `parameters` has leading axes."""
         rows = jnp.broadcast_to(self._observed(y), parameters.shape[:-1])
-        # NumPyro writes 0.5 * log(2 pi) and the like with arrays of mixed type and rank.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with other_peoples_code():
             value: Array = self.distribution(parameters).log_prob(rows)
         return value
 

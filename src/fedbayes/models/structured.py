@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro import handlers
@@ -24,6 +22,7 @@ from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import Transform
 
 from fedbayes.errors import UserError
+from fedbayes.trees import other_peoples_code
 
 Values = dict[str, Any]
 
@@ -118,17 +117,17 @@ class Structured:
 
     def global_values(self, z: Float[Array, " n_G"]) -> Values:
         """Z_G as the population's sites have it."""
-        with _loose():
+        with other_peoples_code():
             return {name: value for name, (value, _) in _unpack(self.global_latents(), {"": z[None]}).items()}
 
     def local_values(self, z: dict[str, Float[Array, "blocks width"]], data: Any) -> Values:
         """Z_L as the silo's sites have it."""
-        with _loose():
+        with other_peoples_code():
             return {name: value for name, (value, _) in _unpack(self.local_latents(data), z).items()}
 
     def log_population(self, theta: Values, z: Float[Array, " n_G"]) -> Float[Array, ""]:
         """log p_θ(Z_G), with the log-Jacobian of the global bijections: the server's own term."""
-        with _loose():
+        with other_peoples_code():
             values = _unpack(self.global_latents(), {"": z[None]})
             trace = self._population_trace({name: value for name, (value, _) in values.items()}, theta)
             total = sum((_log_prob(site).sum() for site in trace.values() if site["type"] == "sample"), jnp.zeros(()))
@@ -141,7 +140,7 @@ class Structured:
 
         The sum over all entries is the silo's term. Elements of a plate are apart, so that a bound may treat each on its own.
         """
-        with _loose():
+        with other_peoples_code():
             values = _unpack(self.local_latents(data), z_local)
             globals_ = {name: value for name, (value, _) in _unpack(self.global_latents(), {"": z_global[None]}).items()}
             given = self._population_value(globals_, theta)
@@ -163,7 +162,7 @@ class Structured:
     def _population_value(self, values: Values, theta: Values) -> Any:
         known = {**values, **self._theta_values(theta)}
         # block is outermost: a trace around this must not see the population's sites.
-        with _loose(), handlers.block(), handlers.seed(rng_seed=0), handlers.substitute(data=known):
+        with other_peoples_code(), handlers.block(), handlers.seed(rng_seed=0), handlers.substitute(data=known):
             return self.population()
 
     def _silo_trace(self, values: Values, population: Any, theta: Values, data: Any) -> Any:
@@ -177,12 +176,12 @@ class Structured:
 
 
 def _trace(function: Callable[..., Any], values: Values, theta: Values, *arguments: Any) -> Any:
-    with _loose(), handlers.seed(rng_seed=0):
+    with other_peoples_code(), handlers.seed(rng_seed=0):
         plain = handlers.trace(handlers.substitute(function, data=values)).get_trace(*arguments)
     if not theta:
         return plain
     known = {**values, **_constrained_theta(plain, theta)}
-    with _loose(), handlers.seed(rng_seed=0):
+    with other_peoples_code(), handlers.seed(rng_seed=0):
         return handlers.trace(handlers.substitute(function, data=known)).get_trace(*arguments)
 
 
@@ -259,10 +258,3 @@ def _unpack(latents: list[Latent], z: dict[str, Float[Array, "blocks width"]]) -
         value = latent.transform(real)
         found[latent.name] = (value, latent.transform.log_abs_det_jacobian(real, value))
     return found
-
-
-@contextmanager
-def _loose() -> Iterator[None]:
-    """NumPyro mixes types and ranks; users' models do as well."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

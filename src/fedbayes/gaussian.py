@@ -1,0 +1,93 @@
+"""Closed forms for Gaussian families: the structured Gaussian of SFVI (section 3.1), by reparametrisation and by density.
+
+    Z_G     = μ_G + σ_G ⊙ (L_G ε_G)
+    Z_L|Z_G = μ̄ + C (Z_G − μ_G) + σ(Z_G) ⊙ (L ε_L),      log σ(Z_G) = log σ̄ + D (Z_G − μ_G)
+
+L are unit lower-triangular. The paper has D = 0; with it the local scale moves with Z_G as the local mean does. Local latents
+come in blocks that are independent given Z_G, each with its own μ̄, σ̄, L, C and D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import jax.scipy.linalg
+from jaxtyping import Array, Float
+
+
+class Global(NamedTuple):
+    """q(Z_G). Without `lower` it is mean-field."""
+
+    mean: Float[Array, " n"]
+    log_scale: Float[Array, " n"]
+    lower: Float[Array, "n n"] | None
+
+
+class Local(NamedTuple):
+    """q(Z_L | Z_G) of one plate's blocks. None stands for what is zero."""
+
+    mean: Float[Array, "blocks d"]
+    log_scale: Float[Array, "blocks d"]
+    lower: Float[Array, "blocks d d"] | None
+    C: Float[Array, "blocks d n"] | None
+    D: Float[Array, "blocks d n"] | None
+
+
+def init_global(n: int, scale: float, *, full: bool) -> Global:
+    """N(0, scale² I)."""
+    return Global(jnp.zeros(n), jnp.full(n, math.log(scale)), jnp.zeros((n, n)) if full else None)
+
+
+def init_local(blocks: int, d: int, n: int, scale: float, *, coupled: bool, moving_scale: bool) -> Local:
+    """N(0, scale² I) whatever Z_G is; with `coupled`, C may grow, with `moving_scale`, D."""
+    zeros = jnp.zeros((blocks, d, n))
+    lower = jnp.zeros((blocks, d, d)) if d > 1 else None
+    log_scale = jnp.full((blocks, d), math.log(scale))
+    return Local(jnp.zeros((blocks, d)), log_scale, lower, zeros if coupled else None, zeros if moving_scale else None)
+
+
+def draw_global(q: Global, noise: Float[Array, " n"]) -> Float[Array, " n"]:
+    """Z_G from ε_G."""
+    mixed = noise if q.lower is None else noise + jnp.tril(q.lower, -1) @ noise
+    return q.mean + jnp.exp(q.log_scale) * mixed
+
+
+def log_global(q: Global, z: Float[Array, " n"]) -> Float[Array, ""]:
+    """log q(Z_G)."""
+    noise = (z - q.mean) * jnp.exp(-q.log_scale)
+    if q.lower is not None:
+        noise = jax.scipy.linalg.solve_triangular(_unit(q.lower), noise, lower=True, unit_diagonal=True)
+    return -0.5 * jnp.sum(noise**2) - jnp.sum(q.log_scale) - z.size * math.log(2 * math.pi) / 2
+
+
+def draw_local(q: Local, noise: Float[Array, "blocks d"], offset: Float[Array, " n"]) -> Float[Array, "blocks d"]:
+    """Z_L from ε_L; `offset` is Z_G − μ_G."""
+    mixed = noise if q.lower is None else noise + jnp.einsum("bij,bj->bi", jnp.tril(q.lower, -1), noise)
+    mean, log_scale = _conditional(q, offset)
+    return mean + jnp.exp(log_scale) * mixed
+
+
+def log_local(q: Local, z: Float[Array, "blocks d"], offset: Float[Array, " n"]) -> Float[Array, " blocks"]:
+    """log q(Z_L | Z_G) of each block."""
+    mean, log_scale = _conditional(q, offset)
+    noise = (z - mean) * jnp.exp(-log_scale)
+    if q.lower is not None:
+        noise = jax.scipy.linalg.solve_triangular(_unit(q.lower), noise[..., None], lower=True, unit_diagonal=True)[..., 0]
+    return -0.5 * jnp.sum(noise**2, axis=1) - jnp.sum(log_scale, axis=1) - z.shape[1] * math.log(2 * math.pi) / 2
+
+
+def covariance(q: Global) -> Float[Array, "n n"]:
+    """Σ_GG."""
+    root = jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
+    return root @ root.T
+
+
+def _conditional(q: Local, offset: Float[Array, " n"]) -> tuple[Float[Array, "blocks d"], Float[Array, "blocks d"]]:
+    mean = q.mean if q.C is None else q.mean + q.C @ offset
+    return mean, q.log_scale if q.D is None else q.log_scale + q.D @ offset
+
+
+def _unit(lower: Float[Array, "*b d d"]) -> Float[Array, "*b d d"]:
+    return jnp.tril(lower, -1) + jnp.eye(lower.shape[-1])
