@@ -5,7 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # Compiling is most of the time that the tests take; what is compiled here runs for milliseconds.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
