@@ -178,6 +178,10 @@ BAD = {
         lambda t: ["run", "fedavg", "--data", table(t)[1], "--client-column", "client", "--target", "z"],
         "'z'",
     ),
+    "a likelihood of numbers for labels": (
+        lambda t: ["run", "fedavg", *table(t), "--likelihood", "poisson"],
+        "the target is labels",
+    ),
     "no such file": (lambda t: ["run", "fedavg", "--data", t / "none.csv"], "there is no file or folder"),
     "labels not 0 to k-1": (lambda t: ["run", "fedavg", *arrays(t, y=np.array([1, 7, 1, 7]))], "label"),
     "nan in features": (lambda t: ["run", "fedavg", *arrays(t, x=np.full((4, 2), np.nan))], "NaN|not finite|missing"),

@@ -52,7 +52,7 @@ def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array,
     >>> float(score(Categorical(2), sure, jnp.array([0, 0]), jnp.array([True, True])).error)
     1.0
     """
-    function = _labels if isinstance(likelihood, Categorical | Bernoulli) else _numbers
+    function = _numbers if is_numeric(likelihood) else _labels
     log_draws = likelihood.log_prob(draws, y)
     log_score = jax.nn.logsumexp(log_draws, axis=0) - np.float32(np.log(draws.shape[0]))
     error, brier, total, epistemic, place, confidence, hits = function(likelihood, draws, y)
@@ -146,6 +146,11 @@ def _distribution_function(likelihood: Likelihood, draws: Array, y: Array) -> Ar
 def is_numeric(likelihood: Likelihood) -> bool:
     """Whether the target is a number rather than a label."""
     return not isinstance(likelihood, Categorical | Bernoulli)
+
+
+def about_numbers(figures: dict[str, dict[str, Any]]) -> bool:
+    """Whether figures by stance and group, as a result has them, are those of a numeric target."""
+    return any("rmse" in group for groups in figures.values() for group in groups.values())
 
 
 def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:

@@ -30,6 +30,7 @@ from fedbayes import wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
+from fedbayes.evaluate import about_numbers
 from fedbayes.models import Model
 from fedbayes.simulator import Simulation
 from fedbayes.stances import Evaluation, no_scores
@@ -136,7 +137,7 @@ class Run:
         template = {stance: no_scores(len(simulation.data)) for stance in self.config["stances"]}
         result = read_json(self.folder / "result.json")
         scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
-        numeric = result["data"]["classes"] is None
+        numeric = about_numbers(result["metrics"])
         return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
 
 

@@ -173,15 +173,6 @@ def masked_mean(values: Float[Array, " n"], mask: Shaped[Array, " n"]) -> Float[
     return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1).astype(values.dtype)
 
 
-def fine_tune(model: Model, training: Training, key: PRNGKeyArray, params: Params, data: Data) -> Params:
-    """`params` after `training` on the client's mean loss: what FedAvg and FedBABU call personalisation."""
-
-    def loss(params: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        return mean_loss(model, params, batch)
-
-    return descend(model, loss, params, training, training.lr_of(1), key, data)[0]
-
-
 def rows(data: Data) -> Float[Array, ""]:
     """How many rows the client has."""
     return jnp.sum(data.mask).astype(jnp.float32)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, fine_tune, mean_loss, rows
+from fedbayes.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -84,11 +84,7 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w."""
-
-        def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, w, batch)
-
-        params, loss = descend(self.model, F, down.params, self.train, down.lr, key, data)
+        params, loss = self._fit(down.params, self.train, down.lr, key, data)
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -97,8 +93,16 @@ class FedAvg(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of w."""
-        return Local(fine_tune(self.model, self.tune, key, down.params, data))
+        return Local(self._fit(down.params, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or w where it has none."""
         return self.model.apply(down.params if local.params is None else local.params, x)[None]
+
+    def _fit(
+        self, w: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+    ) -> tuple[Params, Float[Array, ""]]:
+        def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            return mean_loss(self.model, w, batch)
+
+        return descend(self.model, F, w, training, lr, key, data)

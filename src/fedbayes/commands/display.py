@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedbayes.evaluate import about_numbers
+
 
 def show(*things: Any) -> None:
     """Print tables and text, as wide as the terminal is now."""
@@ -50,7 +52,7 @@ def progress_bar() -> Iterator[Callable[[str, int], Callable[..., None]]]:
 
 def result_table(results: Mapping[str, Sequence[dict[str, Any]]], title: str) -> Table:
     """One line for each method, stance and group of clients: figures pooled over rows, mean ± spread over the seeds."""
-    numeric = next(iter(results.values()))[0]["data"]["classes"] is None
+    numeric = about_numbers(next(iter(results.values()))[0]["metrics"])
     table = Table(
         title=title,
         title_justify="left",

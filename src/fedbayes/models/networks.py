@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes.errors import UserError
 from fedbayes.models.convolution import Padding, conv2d, depthwise_conv2d, max_pool
-from fedbayes.models.likelihoods import Categorical, Likelihood, Normal, likelihood_named
+from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, likelihood_named
 from fedbayes.models.model import Model, from_flax, network_outputs
 from fedbayes.models.targets import in_units
 
@@ -156,6 +156,9 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
         likelihood = Normal(scale=None) if classes is None else Categorical(classes)
     elif isinstance(likelihood, str):
         likelihood = likelihood_named(likelihood, classes)
+        if classes is not None and not isinstance(likelihood, Bernoulli | Categorical):
+            # Labels are numbered as they come, so their numbers mean nothing as numbers.
+            raise UserError(f"the target is labels, but {likelihood} is for numbers; load it with task counts or regression")
     shape = tuple(int(size) for size in clients.shape)
     model = NETWORKS[name](shape, likelihood, shift=clients.shift, scale=clients.scale, **options)
     if classes is not None:
