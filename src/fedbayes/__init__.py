@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedbabu import FedBABU
     from fedbayes.algorithms.fedper import FedPer
     from fedbayes.algorithms.fedprox import FedProx
+    from fedbayes.algorithms.pvi import PVI
+    from fedbayes.algorithms.sfvi import SFVI
+    from fedbayes.algorithms.sfvi_avg import SFVIAvg
     from fedbayes.data import Clients
     from fedbayes.errors import UserError
     from fedbayes.fit import Fit, simulate
     from fedbayes.models import network
+    from fedbayes.silo_fit import SiloFit
     from fedbayes.simulator import Simulation
     from fedbayes.stances import assess
     from fedbayes.training import Training
+    from fedbayes.variational import Family
 
 __version__ = "0.1.0"
 
@@ -29,13 +34,18 @@ _WHERE = {
     "Algorithm": "algorithm",
     "Clients": "data",
     "Data": "algorithm",
+    "Family": "variational",
     "FedAvg": "algorithms.fedavg",
     "FedBABU": "algorithms.fedbabu",
     "FedPer": "algorithms.fedper",
     "FedProx": "algorithms.fedprox",
     "Fit": "fit",
     "Mean": "algorithm",
+    "PVI": "algorithms.pvi",
     "Reduce": "algorithm",
+    "SFVI": "algorithms.sfvi",
+    "SFVIAvg": "algorithms.sfvi_avg",
+    "SiloFit": "silo_fit",
     "Simulation": "simulator",
     "Stack": "algorithm",
     "Sum": "algorithm",
@@ -48,9 +58,12 @@ _WHERE = {
 _MODULES = ("data", "models")
 
 __all__ = [
+    "PVI",
+    "SFVI",
     "Algorithm",
     "Clients",
     "Data",
+    "Family",
     "FedAvg",
     "FedBABU",
     "FedPer",
@@ -58,6 +71,8 @@ __all__ = [
     "Fit",
     "Mean",
     "Reduce",
+    "SFVIAvg",
+    "SiloFit",
     "Simulation",
     "Stack",
     "Sum",

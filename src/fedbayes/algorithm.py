@@ -63,8 +63,8 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         """The server's state before round 1."""
 
     @abc.abstractmethod
-    def init_local(self, key: PRNGKeyArray) -> LocalT:
-        """What a client keeps; never sent."""
+    def init_local(self, key: PRNGKeyArray, data: Any) -> LocalT:
+        """What a client keeps; never sent. Only the data's shapes may matter: they may call for latents of the client's own."""
 
     @abc.abstractmethod
     def broadcast(self, key: PRNGKeyArray, server: ServerT) -> DownT:
@@ -86,19 +86,22 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""
 
-    def planned(self: D, rounds: int) -> D:
-        """This algorithm with every field `rounds` that is None, such as a schedule's length, set to the rounds of the run."""
-        return _planned(self, rounds)
+    def planned(self: D, rounds: int, **facts: int) -> D:
+        """This algorithm with every field `rounds` that is None, such as a schedule's length, set to the rounds of the run.
+
+        So are other facts of a run that are known before it, such as how many silos there are.
+        """
+        return _planned(self, {"rounds": rounds, **facts})
 
 
-def _planned(config: D, rounds: int) -> D:
+def _planned(config: D, facts: dict[str, int]) -> D:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
-        if field.name == "rounds" and value is None:
-            changes[field.name] = rounds
+        if field.name in facts and value is None:
+            changes[field.name] = facts[field.name]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            planned = _planned(value, rounds)
+            planned = _planned(value, facts)
             if planned is not value:
                 changes[field.name] = planned
     return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]

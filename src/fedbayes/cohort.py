@@ -166,9 +166,9 @@ def init_server(algorithm: AnyAlgorithm, key: PRNGKeyArray) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def init_local(algorithm: AnyAlgorithm, key: PRNGKeyArray) -> Any:
+def init_local(algorithm: AnyAlgorithm, key: PRNGKeyArray, data: Any) -> Any:
     """`algorithm.init_local`, compiled."""
-    return algorithm.init_local(key)
+    return algorithm.init_local(key, data)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint
 from fedbayes.simulator import Diverged, Round, Simulation
 from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
 from fedbayes.states import States
+
+if TYPE_CHECKING:
+    from fedbayes.silo_fit import SiloFit
 
 Callback = Callable[[Simulation, Round], None]
 
@@ -84,7 +87,33 @@ def table(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def simulate(
+@overload
+def simulate(algorithm: AnyAlgorithm, data: Clients, rounds: int = ..., **options: Any) -> Fit: ...
+
+
+@overload
+def simulate(algorithm: AnyAlgorithm, data: Mapping[str, Any], rounds: int = ..., **options: Any) -> SiloFit: ...
+
+
+def simulate(algorithm: AnyAlgorithm, data: Clients | Mapping[str, Any], rounds: int = 100, **options: Any) -> Fit | SiloFit:
+    """Train an algorithm: over clients (`simulate_clients` has the options), or a structured model over silos (`fit_silos`).
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
+    Fit(FedAvg, 2 rounds on digits)
+    """
+    if isinstance(data, Clients):
+        return simulate_clients(algorithm, data, rounds, **options)
+    if not isinstance(data, Mapping):
+        raise UserError(f"data is {type(data).__name__}, but it is Clients, or silos as a dict of names and their data")
+    from fedbayes.silo_fit import fit_silos
+
+    with stop_after_round() as stopped:
+        return fit_silos(algorithm, data, rounds, stopped=stopped, **options)
+
+
+def simulate_clients(
     algorithm: AnyAlgorithm,
     data: Clients,
     rounds: int = 100,
@@ -172,7 +201,7 @@ def simulate(
         if run is not None:
             run.log(entry)
 
-    with _stop_after_round() as stopped:
+    with stop_after_round() as stopped:
         while simulation.round < rounds:
             try:
                 done = simulation.step()
@@ -205,7 +234,7 @@ def simulate(
 
 
 @contextlib.contextmanager
-def _stop_after_round() -> Iterator[Callable[[], bool]]:
+def stop_after_round() -> Iterator[Callable[[], bool]]:
     """Let Ctrl-C end the round that runs instead of breaking it; a second Ctrl-C breaks it."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

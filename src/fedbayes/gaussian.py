@@ -10,11 +10,13 @@ come in blocks that are independent given Z_G, each with its own μ̄, σ̄, L, 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.scipy.linalg
 from jaxtyping import Array, Float
+
+from fedbayes.trees import other_peoples_code
 
 
 class Global(NamedTuple):
@@ -40,10 +42,10 @@ def init_global(n: int, scale: float, *, full: bool) -> Global:
     return Global(jnp.zeros(n), jnp.full(n, math.log(scale)), jnp.zeros((n, n)) if full else None)
 
 
-def init_local(blocks: int, d: int, n: int, scale: float, *, coupled: bool, moving_scale: bool) -> Local:
-    """N(0, scale² I) whatever Z_G is; with `coupled`, C may grow, with `moving_scale`, D."""
-    zeros = jnp.zeros((blocks, d, n))
-    lower = jnp.zeros((blocks, d, d)) if d > 1 else None
+def init_local(blocks: int, d: int, n: int, scale: float, *, dense: bool, coupled: bool, moving_scale: bool) -> Local:
+    """N(0, scale² I) whatever Z_G is; with `dense`, L may grow, with `coupled`, C, with `moving_scale`, D."""
+    zeros = jnp.zeros((blocks, d, n)) if coupled or moving_scale else None
+    lower = jnp.zeros((blocks, d, d)) if dense and d > 1 else None
     log_scale = jnp.full((blocks, d), math.log(scale))
     return Local(jnp.zeros((blocks, d)), log_scale, lower, zeros if coupled else None, zeros if moving_scale else None)
 
@@ -82,6 +84,60 @@ def covariance(q: Global) -> Float[Array, "n n"]:
     """Σ_GG."""
     root = jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
     return root @ root.T
+
+
+def recentre(q: Local, shift: Float[Array, " n"]) -> Local:
+    """The same q(Z_L | Z_G), written with a μ_G that has moved by `shift`."""
+    mean, log_scale = _conditional(q, shift)
+    return q._replace(mean=mean, log_scale=log_scale)
+
+
+class Natural(NamedTuple):
+    """A Gaussian factor exp(shiftᵀ z − ½ zᵀ precision z), or a product of some; the precision may be negative."""
+
+    shift: Float[Array, " n"]
+    precision: Float[Array, "n n"]
+
+
+def natural(q: Global) -> Natural:
+    """q(Z_G) in natural parameters."""
+    root = jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
+    inverse = jax.scipy.linalg.solve_triangular(root, jnp.eye(q.mean.size), lower=True)
+    precision = inverse.T @ inverse
+    return Natural(precision @ q.mean, precision)
+
+
+def from_moments(mean: Float[Array, " n"], covariance: Float[Array, "n n"]) -> Global:
+    """N(mean, covariance), with a full covariance."""
+    root = jnp.linalg.cholesky(covariance)
+    scale = jnp.diagonal(root)
+    return Global(mean, jnp.log(scale), jnp.tril(root / scale[:, None], -1))
+
+
+def from_natural(factor: Natural) -> Global:
+    """The Gaussian with these natural parameters; not finite where the precision is not positive."""
+    root = jnp.linalg.cholesky(factor.precision)
+    inverse = jax.scipy.linalg.solve_triangular(root, jnp.eye(factor.shift.size), lower=True)
+    covariance = inverse.T @ inverse
+    return from_moments(covariance @ factor.shift, covariance)
+
+
+def log_factor(factor: Natural, z: Float[Array, " n"]) -> Float[Array, ""]:
+    """log of the factor, up to its constant."""
+    return factor.shift @ z - 0.5 * z @ factor.precision @ z
+
+
+def barycentre(mean: Float[Array, " n"], covariances: Any) -> Global:
+    """The Wasserstein barycentre of Gaussians with mean `mean`, by OTT-JAX's fixed point (from I, so on a scale near 1)."""
+    from ott.geometry.costs import Bures
+
+    j, n, _ = covariances.shape
+    scale = jnp.sqrt(jnp.mean(jnp.trace(covariances, axis1=1, axis2=2)) / n)
+    with other_peoples_code():
+        covariance, _ = Bures(n).covariance_fixpoint_iter(
+            covariances / scale**2, jnp.full(j, 1 / j), tolerance=1e-10, max_iterations=100
+        )
+    return from_moments(mean, scale**2 * (covariance + covariance.T) / 2)
 
 
 def _conditional(q: Local, offset: Float[Array, " n"]) -> tuple[Float[Array, "blocks d"], Float[Array, "blocks d"]]:

@@ -21,7 +21,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -37,7 +37,21 @@ from fedbayes.stances import Evaluation, no_scores
 
 SCHEMA = 1
 """Of result.json; it grows when a field changes its meaning."""
-FILES = ("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json")
+FILES = (
+    *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
+    *("posterior.nc", "bound.png", "posterior.png"),
+)
+
+
+class Resumable(Protocol):
+    """What a run's folder keeps of a simulation: the server's state, its round, and a store of what clients keep."""
+
+    state: Any
+    round: int
+
+    @property
+    def local(self) -> Any:
+        """Has `commit`, `rewind` and `digest`."""
 
 
 class Run:
@@ -84,7 +98,7 @@ class Run:
         with _writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def checkpoint(self, simulation: Simulation) -> None:
+    def checkpoint(self, simulation: Resumable) -> None:
         """Write the server's state; the clients' states reach the disk before it."""
         with _writing(self.folder):
             simulation.local.commit(simulation.round)
@@ -92,7 +106,7 @@ class Run:
             metadata = {"round": simulation.round, "sha256": _digest(state), "local": simulation.local.digest()}
             write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
 
-    def restore(self, simulation: Simulation) -> list[dict[str, Any]]:
+    def restore(self, simulation: Resumable) -> list[dict[str, Any]]:
         """Put the simulation where the checkpoint is, if there is one; returns the history up to it."""
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
@@ -124,10 +138,11 @@ class Run:
                 write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
         return history
 
-    def finish(self, result: dict[str, Any], evaluation: Evaluation) -> None:
+    def finish(self, result: dict[str, Any], evaluation: Evaluation | None = None) -> None:
         """Write the figures; after this the run is finished."""
         with _writing(self.folder):
-            write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
+            if evaluation is not None:
+                write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
             write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
         self.finished = True
 
@@ -149,6 +164,8 @@ def describe(config: Any) -> Any:
         return {field.name: describe(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, tuple | list):
         return [describe(entry) for entry in config]
+    if callable(config):
+        return getattr(config, "__qualname__", type(config).__name__)
     return config if isinstance(config, str | int | float | bool | None) else repr(config)
 
 
@@ -163,8 +180,13 @@ def fingerprint(algorithm: AnyAlgorithm, data: Clients) -> str | None:
     x = jax.ShapeDtypeStruct((2, *data.shape), data.x.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(model.init, key)
+    return digest_of_programs(jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x))
+
+
+def digest_of_programs(*programs: Any) -> str:
+    """A digest of jaxprs with their constants."""
     digest = hashlib.sha256()
-    for program in (jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x)):
+    for program in programs:
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
         for constant in program.consts:
             digest.update(np.asarray(constant).tobytes())

@@ -1,110 +1,342 @@
 """Silos in one process: an algorithm over data that differs from silo to silo in size, shape and latents.
 
-There are few silos and many iterations, so each silo is compiled with its own shapes and whole stretches of iterations are
-one compiled loop. Keys and reductions are those of the simulator: an iteration is a round in which every silo takes part.
+There are few silos and many rounds, so whole stretches of rounds are one compiled loop. Silos of equal shapes are one vmapped
+group, others are compiled with their own shapes. Keys and reductions are those of the simulator.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 from jaxtyping import Array, Float
 
-from fedbayes import gaussian, keys, reduce
-from fedbayes.algorithms.sfvi import SFVI, Local, Server, Up
+from fedbayes import keys, reduce, trees
+from fedbayes.cohort import AnyAlgorithm, broadcast, each, server_step, up_of
 from fedbayes.errors import UserError
+from fedbayes.simulator import Diverged, cohort_size
+from fedbayes.states import States
 
 STRETCH = 1000
-"""Iterations in one compiled call."""
+"""Most rounds in one compiled call."""
+CALL = 0.5
+"""Seconds that a call should take, so that a progress bar moves and Ctrl-C is heard."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SiloFit:
-    """What was learnt: the server's state, each silo's own state, and the bound in each iteration."""
+class Form(NamedTuple):
+    """What of a silo's data is no array: how arrays and plain values make it up. Silos of one form share a program."""
 
-    algorithm: SFVI
-    server: Server
-    local: dict[str, Local]
-    bound: Float[np.ndarray, " rounds"]
-
-    def draws(self, count: int = 1000, seed: int = 0) -> dict[str, Array]:
-        """Draws from q(Z_G), as the population's sites have it: (count, …) for each."""
-        q, structured = self.server.shared.eta, self.algorithm.structured
-        noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
-        return jax.vmap(lambda noise: structured.global_values(gaussian.draw_global(q, noise)))(noise)
+    treedef: Any
+    plain: tuple[Hashable, ...]
+    """A value where a leaf is a plain one, else None."""
+    shapes: tuple[Any, ...]
 
 
-def fit_silos(
-    algorithm: SFVI,
-    silos: Mapping[str, Any],
-    rounds: int,
-    *,
-    seed: int = 0,
-    callback: Callable[[int, float], None] | None = None,
-) -> SiloFit:
-    """Run `rounds` iterations over all silos, each a name and its data.
+class Group(NamedTuple):
+    """Silos of one form: their places among all, and their arrays, stacked."""
 
-    >>> import numpyro, numpyro.distributions as dist
-    >>> def population():
-    ...     return numpyro.sample("mean", dist.Normal(0.0, 10.0))
-    >>> def silo(mean, data):
-    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
-    >>> fit = fit_silos(SFVI(population, silo, lr=0.05), {"a": {"y": jnp.ones(8)}, "b": {"y": jnp.zeros(8)}}, 500)
-    >>> bool(abs(fit.server.shared.eta.mean[0] - 0.5) < 0.05)
-    True
+    form: Form
+    places: tuple[int, ...]
+    arrays: tuple[Array, ...]
+
+
+def take_apart(data: Any) -> tuple[Form, tuple[Array, ...]]:
+    """A silo's data as arrays and the rest: numbers, strings and None stay what they are, so that they can be sizes.
+
+    >>> form, arrays = take_apart({"n": 3, "y": np.ones(3)})
+    >>> len(arrays), put_together(form, arrays)["n"]
+    (1, 3)
     """
+    if isinstance(data, pd.DataFrame):
+        data = {str(name): column.to_numpy() for name, column in data.items()}
+    leaves, treedef = jax.tree.flatten(data)
+    arrays: list[Array] = []
+    plain: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, int | float | str | bool):
+            plain.append(leaf)
+            continue
+        try:
+            arrays.append(jnp.asarray(leaf.to_numpy() if isinstance(leaf, pd.Series) else leaf))
+        except (TypeError, ValueError):
+            kind = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
+            raise UserError(f"its data holds {kind}, but data is arrays of numbers; turn text into numbers first") from None
+        plain.append(None)
+    return Form(treedef, tuple(plain), tuple((leaf.shape, str(leaf.dtype)) for leaf in arrays)), tuple(arrays)
+
+
+def put_together(form: Form, arrays: Sequence[Any]) -> Any:
+    """The inverse of `take_apart`."""
+    rest = iter(arrays)
+    return jax.tree.unflatten(form.treedef, [next(rest) if leaf is None else leaf for leaf in form.plain])
+
+
+class SiloSimulation:
+    """An algorithm over silos: its server state, the silos' states, and the round that it has reached.
+
+    Args:
+        algorithm: With its facts planned (`algorithm.planned(rounds, silos=…, rows=…)`); `plan` does so.
+        silos: Each silo's data by its name.
+        cohort: How many silos take part in a round, or which share of them; all by default.
+        in_turn: One silo a round, each in its turn.
+        seed: Of everything that is random.
+        loop: Run silos one by one, so that the one whose numbers are not finite is named.
+    """
+
+    def __init__(
+        self,
+        algorithm: AnyAlgorithm,
+        silos: Mapping[str, Any],
+        *,
+        cohort: int | float | None = None,
+        in_turn: bool = False,
+        seed: int = 0,
+        loop: bool = False,
+    ) -> None:
+        self.algorithm, self.seed, self.names, self.round = algorithm, seed, tuple(silos), 0
+        if seed < 0:
+            raise UserError(f"seed is {seed}, but a seed is not negative")
+        self.in_turn, self.cohort = in_turn, cohort_size(cohort, len(silos))
+        if in_turn and cohort is not None:
+            raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
+        self.parts = read(silos)
+        self.groups = _groups(self.parts)
+        everyone = self.cohort == len(silos) and not in_turn
+        self.compiled = not loop and (everyone or len(self.groups) == 1) and not (in_turn and len(self.groups) > 1)
+        server_key, local_key = keys.of_start(seed)
+        first = put_together(*self.parts[0])
+        self.state = _strong(named(self.names[0], algorithm.init_server, server_key, first))
+        fresh = [
+            named(name, algorithm.init_local, local_key, put_together(*part))
+            for name, part in zip(self.names, self.parts, strict=True)
+        ]
+        self.states = [_strong(_stack([fresh[place] for place in group.places])) for group in self.groups]
+        self.local = SiloStates(self)
+        self._pace = 1
+
+    def data(self, name: str) -> Any:
+        """A silo's data, as arrays."""
+        return put_together(*self.parts[self.index(name)])
+
+    def index(self, name: str) -> int:
+        """A silo's place."""
+        if name not in self.names:
+            raise UserError(f"there is no silo {name!r}; there are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def own(self, name: str) -> Any:
+        """A silo's own state."""
+        group, row = self._where(self.index(name))
+        return jax.tree.map(lambda leaf: leaf[row], self.states[group])
+
+    def put(self, name: str, own: Any) -> None:
+        """Give a silo another state of its own."""
+        group, row = self._where(self.index(name))
+        self.states[group] = jax.tree.map(lambda leaf, one: leaf.at[row].set(one), self.states[group], own)
+
+    def down(self) -> Any:
+        """What the next round's silos receive."""
+        return broadcast(self.algorithm, keys.of_round(self.seed, self.round + 1), self.state)
+
+    def advance(self, rounds: int) -> Iterator[Float[np.ndarray, " rounds"]]:
+        """Run `rounds` rounds; gives the bound of each, stretch by stretch."""
+        last = self.round + rounds
+        while self.round < last:
+            began, count = time.perf_counter(), min(self._pace if self.compiled else 1, last - self.round)
+            bounds = self._stretch(count) if self.compiled else self._one_round()
+            if not np.isfinite(bounds).all():
+                bad = self.round - len(bounds) + int((~np.isfinite(bounds)).argmax()) + 1
+                raise Diverged(
+                    f"the bound is not finite in round {bad}; try a smaller lr or a smaller start, or loop=True to see the silo"
+                )
+            if count == self._pace:
+                seconds = (time.perf_counter() - began) / count
+                self._pace = int(np.clip(CALL / max(seconds, 1e-9), 1, min(STRETCH, 4 * self._pace)))
+            yield bounds
+
+    def _chosen(self, round: int) -> np.ndarray:
+        """The places of the silos that take part in a round."""
+        if self.in_turn:
+            return np.array([(round - 1) % len(self.names)], np.int32)
+        if self.cohort == len(self.names):
+            return np.arange(self.cohort, dtype=np.int32)
+        chosen = np.random.default_rng([self.seed, round]).choice(len(self.names), self.cohort, replace=False)
+        return np.sort(chosen).astype(np.int32)
+
+    def _stretch(self, count: int) -> Float[np.ndarray, " rounds"]:
+        taking = None
+        if self.in_turn or self.cohort < len(self.names):
+            picks = [self._chosen(self.round + 1 + offset) for offset in range(count)]
+            taking = jnp.asarray(np.stack(picks + [picks[-1]] * (STRETCH - count)))
+        layout = tuple((group.form, group.places) for group in self.groups)
+        arrays = tuple(group.arrays for group in self.groups)
+        seed, start, steps = jax.random.key(self.seed), jnp.int32(self.round), jnp.int32(count)
+        self.state, self.states, bounds = _stretch(
+            self.algorithm, layout, seed, start, steps, self.state, self.states, arrays, taking
+        )
+        self.round += count
+        return np.asarray(bounds)[:count]
+
+    def _one_round(self) -> Float[np.ndarray, " rounds"]:
+        self.round += 1
+        key = keys.of_round(self.seed, self.round)
+        down = broadcast(self.algorithm, key, self.state)
+        partial, stacks = None, []
+        for place in self._chosen(self.round):
+            own = self.own(self.names[place])
+            form, arrays = self.parts[place]
+            up, new = _one_silo(self.algorithm, form, keys.fold(key, np.uint32(place)), down, own, arrays)
+            if not bool(trees.finite((up, new))):
+                raise Diverged(f"round {self.round}, silo {self.names[place]!r}: its numbers are not finite; try a smaller lr")
+            self.put(self.names[place], new)
+            up = jax.tree.map(lambda leaf: leaf[None], up)
+            partial = reduce.add(reduce.empty(up) if partial is None else partial, up, jnp.ones(1))
+            stacks.append(reduce.stacked(up))
+        assert partial is not None
+        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
+        self.state, _, _ = server_step(self.algorithm, key, self.state, down, partial, stacked)
+        return np.asarray(self.state.bound)[None]
+
+    def _where(self, place: int) -> tuple[int, int]:
+        return next((i, group.places.index(place)) for i, group in enumerate(self.groups) if place in group.places)
+
+
+class SiloStates:
+    """The silos' states on disk, a store for each group: what `Run` commits with a checkpoint and rewinds to."""
+
+    def __init__(self, simulation: SiloSimulation, folder: Path | None = None) -> None:
+        self._simulation = simulation
+        fresh = [jax.tree.map(lambda leaf: leaf[0], states) for states in simulation.states]
+        self._stores = [
+            States(one, len(group.places), None if folder is None else folder / str(number))
+            for number, (one, group) in enumerate(zip(fresh, simulation.groups, strict=True))
+        ]
+
+    def commit(self, round: int) -> None:
+        """Write all states as those after `round`."""
+        for store, group, states in zip(self._stores, self._simulation.groups, self._simulation.states, strict=True):
+            store.put(np.arange(len(group.places)), jax.device_get(states), round)
+            store.commit(round)
+
+    def rewind(self, round: int) -> None:
+        """Make the simulation's states those that were committed after `round`."""
+        for store in self._stores:
+            store.rewind(round)
+        if round:
+            places = [np.arange(len(group.places)) for group in self._simulation.groups]
+            self._simulation.states = [
+                jax.tree.map(jnp.asarray, store.get(ids)) for store, ids in zip(self._stores, places, strict=True)
+            ]
+
+    def digest(self) -> int:
+        """A checksum of whose state is of which round."""
+        return sum(store.digest() for store in self._stores) % 2**32
+
+
+def read(silos: Mapping[str, Any]) -> list[tuple[Form, tuple[Array, ...]]]:
+    """The silos' data taken apart; what cannot be read names its silo."""
     if not silos:
         raise UserError("there is no silo; give at least one, as a name and its data")
-    algorithm = algorithm.planned(rounds)
-    data = tuple(jax.tree.map(jnp.asarray, content) for content in silos.values())
-    server_key, local_key = keys.of_start(seed)
-    server = algorithm.init_server(server_key, data[0])
-    local = tuple(_named(name, algorithm.init_local, local_key, content) for name, content in zip(silos, data, strict=True))
-    bounds: list[np.ndarray] = []
-    for start in range(0, rounds, STRETCH):
-        count = min(STRETCH, rounds - start)
-        server, local, bound = _stretch(algorithm, count, jax.random.key(seed), jnp.int32(start), server, local, data)
-        bounds.append(np.asarray(bound))
-        if not np.isfinite(bounds[-1]).all():
-            bad = start + int((~np.isfinite(bounds[-1])).argmax()) + 1
-            raise UserError(f"the bound is not finite in iteration {bad}; try a smaller lr, or a smaller start")
-        if callback is not None:
-            callback(start + count, float(bounds[-1][-1]))
-    return SiloFit(algorithm, server, dict(zip(silos, local, strict=True)), np.concatenate(bounds))
+    return [named(name, take_apart, content) for name, content in silos.items()]
 
 
-def _named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def plan(algorithm: AnyAlgorithm, silos: Mapping[str, Any], rounds: int) -> AnyAlgorithm:
+    """The algorithm with what it may know of a run before it: rounds, silos and observations; and the model checked."""
+    structured = getattr(algorithm, "structured", None)
+    if structured is None:
+        raise UserError(
+            f"{type(algorithm).__name__} trains a network over clients, but silos were given; use SFVI, SFVIAvg or PVI for them"
+        )
+    total = 0
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, part in zip(silos, read(silos), strict=True):
+        data = put_together(*part)
+        total += named(name, structured.rows, data)
+        for theta, value in named(name, structured.theta, data).items():
+            first, shape = shapes.setdefault(theta, (name, value.shape))
+            if shape != value.shape:
+                raise UserError(
+                    f"the parameter {theta} has shape {shape} in silo {first!r} and {value.shape} in silo {name!r}, but it is "
+                    "shared; make its shape the same for all"
+                )
+    return algorithm.planned(rounds, silos=len(silos), rows=total)
+
+
+def named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` gives; an error that a user is meant to read says which silo it is about."""
     try:
         return function(*arguments)
     except UserError as problem:
         raise UserError(f"silo {name!r}: {problem}") from None
 
 
+def _groups(parts: list[tuple[Form, tuple[Array, ...]]]) -> list[Group]:
+    places: dict[Form, list[int]] = {}
+    for place, (form, _) in enumerate(parts):
+        places.setdefault(form, []).append(place)
+    return [Group(form, tuple(found), _stack([parts[place][1] for place in found])) for form, found in places.items()]
+
+
+def _strong(tree: Any) -> Any:
+    """Arrays without weak types: else what comes out of a round has another type than what went in, and compiles again."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), tree)
+
+
+def _stack(rows: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _one_silo(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, own: Any, arrays: tuple[Array, ...]) -> Any:
+    return algorithm.client(key, down, own, put_together(form, arrays))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _stretch(
-    algorithm: SFVI, count: int, seed: Any, start: Any, server: Server, local: tuple[Local, ...], data: tuple[Any, ...]
-) -> tuple[Server, tuple[Local, ...], Float[Array, " rounds"]]:
-    def iteration(carry: Any, number: Any) -> tuple[Any, Float[Array, ""]]:
-        server, local = carry
-        key = jax.random.fold_in(seed, number)
-        down = algorithm.broadcast(keys.fold(key, np.uint32(keys.BROADCAST)), server)
-        partial, new = None, []
-        for place, (own, content) in enumerate(zip(local, data, strict=True)):
-            up, state = algorithm.client(keys.fold(key, np.uint32(place)), down, own, content)
-            partial = reduce.add(
-                reduce.empty(up) if partial is None else partial, jax.tree.map(lambda leaf: leaf[None], up), jnp.ones(1)
-            )
-            new.append(state)
-        assert partial is not None
-        summed = reduce.finish(Up, partial, {})
-        server = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, summed)
-        return (server, tuple(new)), summed.bound + algorithm.own_bound(down)
+    algorithm: AnyAlgorithm,
+    layout: tuple[tuple[Form, tuple[int, ...]], ...],
+    seed: Any,
+    start: Any,
+    count: Any,
+    server: Any,
+    states: list[Any],
+    arrays: tuple[Any, ...],
+    taking: Any,
+) -> tuple[Any, list[Any], Float[Array, " rounds"]]:
+    """`count` rounds; `taking` says for each who takes part, where not all do (all silos are one group then)."""
 
-    (server, local), bounds = jax.lax.scan(iteration, (server, local), start + 1 + jnp.arange(count))
-    return server, local, bounds
+    def iteration(number: Any, carry: Any) -> Any:
+        server, states, bounds = carry
+        key = jax.random.fold_in(seed, start + 1 + number)
+        down = algorithm.broadcast(keys.fold(key, np.uint32(keys.BROADCAST)), server)
+        partial, stacks, after = None, [], []
+        for (form, places), own, content in zip(layout, states, arrays, strict=True):
+            rows = jnp.arange(len(places)) if taking is None else taking[number]
+            chosen = (own, content) if taking is None else jax.tree.map(lambda leaf, rows=rows: leaf[rows], (own, content))
+            ids = jnp.asarray(places, jnp.uint32)[rows]
+
+            def one(id: Any, own: Any, content: Any, form: Form = form, key: Any = key, down: Any = down) -> Any:
+                return algorithm.client(keys.fold(key, id), down, own, put_together(form, content))
+
+            ups, new = each(one, rows.size)(ids, *chosen)
+            partial = reduce.add(reduce.empty(_first(ups)) if partial is None else partial, ups, jnp.ones(rows.size))
+            stacks.append(reduce.stacked(ups))
+            after.append(new if taking is None else jax.tree.map(lambda leaf, x, rows=rows: leaf.at[rows].set(x), own, new))
+        assert partial is not None
+        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
+        up = reduce.finish(up_of(algorithm), partial, stacked)
+        server = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, up)
+        return server, after, bounds.at[number].set(server.bound)
+
+    return jax.lax.fori_loop(0, count, iteration, (server, states, jnp.zeros(STRETCH)))
+
+
+def _first(ups: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), ups)

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from fedbayes import keys, reduce, trees
+from fedbayes.algorithm import Data
 from fedbayes.cohort import (
     AnyAlgorithm,
     Outcome,
@@ -133,7 +134,8 @@ class Simulation:
         self.buckets = buckets(data, self.cohort)
         server_key, local_key = keys.of_start(seed)
         self.state = init_server(algorithm, server_key)
-        self.fresh = jax.device_get(init_local(algorithm, local_key))
+        rows = Data(jnp.zeros((1, *data.shape), data.x.dtype), jnp.zeros(1, data.y.dtype), jnp.ones(1, bool))
+        self.fresh = jax.device_get(init_local(algorithm, local_key, rows))
         self.round = 0
         self.local: States[Any] = States(self.fresh, len(data), folder)
         self.width = width or group_width(self.state, self.fresh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,24 @@ def other_peoples_code() -> Iterator[None]:
     """Let arrays of different types and ranks meet, as they do inside NumPyro and Optax; our own code is strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def arrays_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The shapes of the arrays in a tree, with None where a leaf is a plain value; and what puts the plain values back.
+
+    >>> shapes, whole = arrays_of({"n": 3, "y": jnp.zeros(3)})
+    >>> shapes["n"], whole({"n": None, "y": 1})["n"]
+    (None, 3)
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    plain = [not hasattr(leaf, "shape") for leaf in leaves]
+    shapes = [None if skip else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf, skip in zip(leaves, plain, strict=True)]
+
+    def whole(given: Any) -> Any:
+        rest = iter(jax.tree.leaves(given))
+        return jax.tree.unflatten(treedef, [leaf if skip else next(rest) for leaf, skip in zip(leaves, plain, strict=True)])
+
+    return jax.tree.unflatten(treedef, shapes), whole
 
 
 def zeros(tree: Any) -> Any:

@@ -40,8 +40,8 @@ class Leaf(NamedTuple):
         return int(np.prod(self.shape, dtype=int)) * np.dtype(self.dtype).itemsize
 
 
-def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data | Clients) -> list[Leaf]:
-    """Every array that crosses in one round, from the shapes of one client's rows; nothing is computed.
+def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
+    """Every array that crosses in one round, from the shapes of one client's rows or one silo's data; nothing is computed.
 
     >>> import fedbayes as fb
     >>> clients = fb.data.load("digits")
@@ -51,15 +51,18 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Data | Clients) -> 
     if isinstance(data, Clients):
         data = jax.tree.map(lambda leaf: leaf[0], data.train([0], max(2, int(data.train_counts[0]))))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    server = jax.eval_shape(algorithm.init_server, key)
-    local = jax.eval_shape(algorithm.init_local, key)
+    arrays, whole = trees.arrays_of(data)
+    one = () if isinstance(data, Data) else (arrays,)  # a structured model's data may tell the server of parameters
+    server = jax.eval_shape(lambda key, *given: algorithm.init_server(key, *map(whole, given)), key, *one)
+    local = jax.eval_shape(lambda key, given: algorithm.init_local(key, whole(given)), key, arrays)
     down = jax.eval_shape(algorithm.broadcast, key, server)
-    data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-    up = jax.eval_shape(algorithm.client, key, down, local, data)[0]
+
+    def client(key: Any, down: Any, local: Any, given: Any) -> Any:
+        return algorithm.client(key, down, local, whole(given))[0]
+
+    up = jax.eval_shape(client, key, down, local, arrays)
     kinds = reduce.declared(type(up))
-    flows = provenance.trace(
-        lambda *arguments: algorithm.client(*arguments)[0], {"key": key, "down": down, "local": local, "data": data}
-    )
+    flows = provenance.trace(client, {"key": key, "down": down, "local": local, "data": arrays})
     rows = [Leaf("down", path, leaf.shape, str(leaf.dtype), "", (), ()) for path, leaf in trees.named(down).items()]
     for (path, leaf), flow in zip(trees.named(up).items(), flows, strict=True):
         kind = kinds[path.split("/")[0]].value

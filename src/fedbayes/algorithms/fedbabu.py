@@ -88,7 +88,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
         head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
         return Server(body, head, jnp.int32(0))
 
-    def init_local(self, key: PRNGKeyArray) -> Local:
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
         return Local(None)
 

@@ -75,7 +75,7 @@ class FedPer(Algorithm[Server, Local, Down, Up]):
         """The base at random."""
         return Server(trees.split(self.model.init(key), self.personal)[1], jnp.int32(0))
 
-    def init_local(self, key: PRNGKeyArray) -> Local:
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """The personal layers at random."""
         return Local(trees.split(self.model.init(key), self.personal)[0])
 

@@ -49,7 +49,7 @@ class FedProx(Algorithm[Server, Local, Down, Up]):
         """w at random."""
         return Server(self.model.init(key), jnp.int32(0))
 
-    def init_local(self, key: PRNGKeyArray) -> Local:
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
         return Local(None)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl  # noqa: TID251
+import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes  # noqa: TID251
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: TID251
-from matplotlib.collections import PolyCollection  # noqa: TID251
-from matplotlib.figure import Figure  # noqa: TID251
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 
 from fedbayes.data import Clients, label_counts
 from fedbayes.errors import UserError

@@ -1,0 +1,364 @@
+"""From a structured model and silos to a posterior that ArviZ reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedbayes import __version__, gaussian, keys, silos, variational, wire
+from fedbayes.cohort import AnyAlgorithm
+from fedbayes.errors import UserError
+from fedbayes.models.structured import Latent, Values, numbers
+from fedbayes.runs import SCHEMA, Run, describe, digest_of_programs, read_json
+from fedbayes.silos import SiloSimulation
+from fedbayes.simulator import Diverged
+
+if TYPE_CHECKING:
+    import arviz as az
+
+CHECKPOINT = 10.0
+"""Seconds between checkpoints."""
+WINDOWS = 200
+"""Points of a run's curve of bounds."""
+LARGEST = 200
+"""Global latents up to which k̂ is part of the result."""
+
+SiloCallback = Callable[[SiloSimulation, float], None]
+
+
+@dataclasses.dataclass
+class SiloFit:
+    """What was learnt over silos: q(Z_G), each silo's q(Z_L | Z_G), and how the bound rose."""
+
+    simulation: SiloSimulation
+    result: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        settings = self.result
+        return f"SiloFit({settings['algorithm']}, {settings['rounds']} rounds over {len(self.simulation.names)} silos)"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{table(self.result)}"
+
+    @property
+    def shared(self) -> variational.Shared:
+        """η_G and θ."""
+        return self.simulation.state.shared
+
+    @property
+    def theta(self) -> Values:
+        """θ, as the model has it."""
+        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
+        return structured.theta_values(self.shared.theta, self.simulation.data(self.simulation.names[0]))
+
+    @property
+    def bound(self) -> Float[np.ndarray, " windows"]:
+        """The bound as it rose, averaged over windows of rounds."""
+        return np.array([entry["bound"] for entry in self.history])
+
+    def draws(self, count: int = 1000, seed: int = 0) -> dict[str, Array]:
+        """Draws from q(Z_G), as the population's sites have it: (count, …) for each."""
+        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
+        z = _global_draws(self.shared.eta, count, seed)
+        return jax.jit(jax.vmap(structured.global_values))(z)
+
+    def posterior(self, draws: int = 1000, seed: int = 0) -> az.InferenceData:
+        """The posterior of what all silos share, for ArviZ."""
+        return _inference_data({"posterior": self.draws(draws, seed)})
+
+    def local_posterior(self, silo: str, draws: int = 1000, seed: int = 0) -> az.InferenceData:
+        """A silo's own posterior, computed where its data is: its latents and the global ones that they were drawn with.
+
+        Also what the model would observe there (posterior_predictive), what was observed, and its log density.
+        """
+        values, data = self._local(silo, draws, seed), self.simulation.data(silo)
+        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
+        latents = structured.local_latents(data)
+        names = {latent.name for latent in (*structured.global_latents(), *latents)}
+        seen = structured.observed_values(data)
+        groups = {
+            "posterior": {name: value for name, value in values.items() if name in names},
+            "posterior_predictive": {name: value for name, value in values.items() if name in seen},
+            "log_likelihood": {name: values[f"log {name}"] for name in seen},
+            "observed_data": seen,
+        }
+        return _inference_data(groups, latents)
+
+    def _local(self, silo: str, draws: int, seed: int) -> Values:
+        algorithm, simulation = self.simulation.algorithm, self.simulation
+        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
+        key = keys.fold(jax.random.key(seed), np.uint32(simulation.index(silo)))
+        form, arrays = simulation.parts[simulation.index(silo)]
+
+        @jax.jit
+        def values(shared: variational.Shared, eta: variational.Locals, arrays: Any) -> Values:
+            data = silos.put_together(form, arrays)
+            return variational.predict(family, structured, key, shared, eta, data, count=draws, own=True)
+
+        return values(self.shared, self._eta(silo), arrays)
+
+    def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
+        """Draws of what a silo would observe on new rows, and of the model's deterministic sites: (draws, …) for each.
+
+        What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior.
+        What is not known of the new rows may be None where the model allows `obs=None`.
+        """
+        algorithm = self.simulation.algorithm
+        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
+        key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
+        form, arrays = silos.named(silo, silos.take_apart, data)
+
+        @jax.jit
+        def values(shared: variational.Shared, eta: variational.Locals, arrays: Any) -> Values:
+            return variational.predict(family, structured, key, shared, eta, silos.put_together(form, arrays), count=draws)
+
+        return values(self.shared, self._eta(silo), arrays)
+
+    def adapt(self, name: str, data: Any, seed: int = 0) -> SiloFit:
+        """This fit with one silo more, which did not train: it fits its own latents to its data and changes nothing else."""
+        simulation, algorithm = self.simulation, self.simulation.algorithm
+        old = {silo: simulation.data(silo) for silo in simulation.names}
+        grown = SiloSimulation(algorithm, {**old, name: data}, seed=simulation.seed)
+        grown.state, grown.round = simulation.state, simulation.round
+        for silo in simulation.names:
+            grown.put(silo, simulation.own(silo))
+        key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
+        form, arrays = grown.parts[grown.index(name)]
+        adapt = jax.jit(lambda down, local, arrays: algorithm.adapt(key, down, local, silos.put_together(form, arrays)))
+        grown.put(name, adapt(simulation.down(), grown.own(name), arrays))
+        return SiloFit(grown, self.result, self.history)
+
+    def khat(self, draws: int = 1000, inner: int = 50, seed: int = 0) -> float:
+        """PSIS k̂ of q(Z_G) against the federated log density: below 0.7 importance weights could mend what q misses.
+
+        Each silo tells log p(y_j | Z_G) at draws of Z_G, by importance sampling from its q(Z_L | Z_G) with `inner` draws; only
+        the sum over silos is needed.
+        """
+        import arviz as az
+
+        z = _global_draws(self.shared.eta, draws, seed)
+        ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(jax.vmap(_log_q(self.shared.eta))(z))
+        if not np.isfinite(ratios).all():
+            return math.inf
+        return float(az.psislw(ratios.astype(float))[1])
+
+    def log_density(self, z: Float[Array, "s n"], inner: int = 50, seed: int = 0) -> Float[Array, " s"]:
+        """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
+        algorithm = self.simulation.algorithm
+        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
+        total = jax.jit(jax.vmap(lambda z: structured.log_population(self.shared.theta, z)))(z)
+        for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
+            key = keys.fold(jax.random.key(seed), np.uint32(place))
+
+            @jax.jit
+            def one(shared: Any, eta: Any, arrays: Any, z: Any, form: Any = form, key: Any = key) -> Any:
+                data = silos.put_together(form, arrays)
+                return variational.log_evidence(family, structured, key, shared, eta, data, z, inner)
+
+            total = total + one(self.shared, self._eta(name), arrays, z)
+        return total
+
+    def _eta(self, silo: str) -> variational.Locals:
+        """η_L of a silo, written with the μ_G that the server has."""
+        own = self.simulation.own(silo)
+        return own.eta if not hasattr(own, "centre") else variational.moved(own.eta, self.shared, own.centre)
+
+
+def fit_silos(
+    algorithm: AnyAlgorithm,
+    data: Mapping[str, Any],
+    rounds: int = 5000,
+    *,
+    cohort: int | float | None = None,
+    in_turn: bool = False,
+    seed: int = 0,
+    loop: bool = False,
+    start: SiloFit | None = None,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    callbacks: tuple[SiloCallback, ...] = (),
+    stopped: Callable[[], bool] = lambda: False,
+    config: dict[str, Any] | None = None,
+) -> SiloFit:
+    """What `fedbayes.simulate` does for silos; see there.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from fedbayes.algorithms.sfvi import SFVI
+    >>> def population():
+    ...     return numpyro.sample("mean", dist.Normal(0.0, 10.0))
+    >>> def silo(mean, data):
+    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
+    >>> fit = fit_silos(SFVI(population, silo, lr=0.05), {"a": {"y": np.ones(8)}, "b": {"y": np.zeros(8)}}, 500)
+    >>> bool(abs(fit.draws()["mean"].mean() - 0.5) < 0.05)
+    True
+    """
+    if rounds < 1:
+        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    algorithm = silos.plan(algorithm, data, rounds)
+    simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
+    for name in simulation.names:
+        wire.check(silos.named(name, wire.manifest, algorithm, simulation.data(name)))
+    if start is not None:
+        _start_from(simulation, start)
+    settings: dict[str, Any] = {
+        "fedbayes": __version__,
+        "algorithm": type(algorithm).__name__,
+        "options": describe(algorithm),
+        "rounds": rounds,
+        "cohort": cohort,
+        "in_turn": in_turn,
+        "seed": seed,
+        "start": None if start is None else repr(start),
+        **_describe_silos(simulation),
+        **(config or {}),
+    }
+    run = Run(Path(folder), settings, resume, force) if folder is not None else None
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        simulation.local = silos.SiloStates(simulation, run.folder / "local")
+        history = run.restore(simulation)
+    window, saved = max(1, rounds // WINDOWS), time.perf_counter()
+    while simulation.round < rounds:
+        values: list[np.ndarray] = []
+        length = min(window - simulation.round % window, rounds - simulation.round)
+        try:
+            for bounds in simulation.advance(length):
+                values.append(bounds)
+                for callback in callbacks:
+                    callback(simulation, float(bounds[-1]))
+        except Diverged as problem:
+            where = "" if run is None else f" (the last checkpoint is kept in {run.folder})"
+            raise Diverged(f"{problem}{where}") from None
+        entry = {"round": simulation.round, "bound": float(np.concatenate(values).mean())}
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+            if stopped() or simulation.round == rounds or time.perf_counter() - saved > CHECKPOINT:
+                run.checkpoint(simulation)
+                saved = time.perf_counter()
+        if stopped() and simulation.round < rounds:
+            raise KeyboardInterrupt
+    fit = SiloFit(simulation, settings, history)
+    if run is not None and run.finished:
+        fit.result = read_json(run.folder / "result.json")
+        return fit
+    fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
+    if run is not None:
+        from fedbayes.report.posterior import write_pictures
+
+        write_pictures(fit, run.folder)
+        run.finish(fit.result)
+    return fit
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures of a fit as text."""
+    lines = [f"{'':24}{'mean':>10}{'sd':>10}{'5 %':>10}{'95 %':>10}"]
+    for name, figures in result["posterior"].items():
+        lines.append(f"{name:24}" + "".join(f"{figures[key]:10.3f}" for key in ("mean", "sd", "5%", "95%")))
+    for name, value in result["theta"].items():
+        lines.append(f"{name:24}{value:10.3f}    (a parameter: no posterior)")
+    khat = result["khat"]
+    tail = (
+        "" if khat is None else f", k̂ {khat:.2f}" + (" (above 0.7: do not trust the posterior as it is)" if khat > 0.7 else "")
+    )
+    return "\n".join([*lines, f"bound {result['bound']:.2f}{tail}"])
+
+
+def _figures(fit: SiloFit) -> dict[str, Any]:
+    """The posterior of each number that silos share, up to a few hundred of them, the bound and k̂."""
+    posterior = {}
+    for name, value in numbers(fit.draws(4000), LARGEST):
+        low, high = np.quantile(value, [0.05, 0.95])
+        posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+    theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
+    small = fit.shared.eta.mean.size <= LARGEST
+    khat = fit.khat() if small else None
+    last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
+    return {
+        "posterior": posterior,
+        "theta": theta,
+        "bound": float(np.mean(last)),
+        "khat": khat if khat is not None and math.isfinite(khat) else None,
+    }
+
+
+def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
+    """η_G, θ and η_L from another fit of the same model and silos."""
+    if not hasattr(simulation.state, "optimiser") and type(simulation.state) is not type(start.simulation.state):
+        raise UserError(f"{type(simulation.algorithm).__name__} cannot start from another method's fit; SFVI can")
+    if start.simulation.names != simulation.names:
+        raise UserError("a fit to start from must be of the same silos, in the same order")
+    there, here = (jax.tree.map(jnp.shape, shared) for shared in (start.shared, simulation.state.shared))
+    if there != here:
+        raise UserError("a fit to start from must have the same model and family")
+    simulation.state = simulation.state._replace(shared=start.shared)
+    for name in simulation.names:
+        simulation.put(name, simulation.own(name)._replace(eta=start._eta(name)))
+
+
+def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
+    """Who the silos are, a digest of their data, and one of the model as a program."""
+    structured = simulation.algorithm.structured  # type: ignore[attr-defined]
+    digest, programs = hashlib.sha256(), []
+    z = jnp.zeros(structured.size())
+    rows = {}
+    for name, (form, arrays) in zip(simulation.names, simulation.parts, strict=True):
+        data = silos.put_together(form, arrays)
+        rows[name] = structured.rows(data)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        z_L = {plate: jnp.zeros((structured.plates(data)[plate].size, d)) for plate, (_, d) in structured.blocks(data).items()}
+        programs.append(jax.make_jaxpr(functools.partial(_log_joint, structured, form))(z, z_L, arrays))
+    return {
+        "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},
+        "model": digest_of_programs(*programs),
+    }
+
+
+def _log_joint(structured: Any, form: Any, z: Any, z_L: Any, arrays: Any) -> Any:
+    data = silos.put_together(form, arrays)
+    return structured.log_population({}, z), structured.log_silo({}, z, z_L, data)
+
+
+def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s n"]:
+    noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
+    return jax.vmap(lambda noise: gaussian.draw_global(q, noise))(noise)
+
+
+def _log_q(q: gaussian.Global) -> Callable[[Float[Array, " n"]], Float[Array, ""]]:
+    return lambda z: gaussian.log_global(q, z)
+
+
+def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
+    """Draws as one chain; an axis that is a plate has its name."""
+    import arviz as az
+
+    dims = {}
+    for latent in latents or []:
+        value = np.asarray(groups["posterior"][latent.name])
+        names = [f"{latent.name}_dim_{axis}" for axis in range(value.ndim - 1)]
+        if latent.plate.name:
+            names[value.ndim - 1 - latent.transform.codomain.event_dim + latent.plate.dim] = latent.plate.name
+        dims[latent.name] = names
+    chains = {
+        group: {
+            name: np.asarray(value)[None] if group != "observed_data" else np.asarray(value) for name, value in sites.items()
+        }
+        for group, sites in groups.items()
+        if sites
+    }
+    return az.from_dict(dims=dims, **chains)  # type: ignore[arg-type]
