@@ -12,7 +12,7 @@ from table import TABLE
 
 from fedbayes import keys, reduce, simulator, wire
 from fedbayes.algorithm import Algorithm, Data
-from fedbayes.algorithms import REGISTRY, find
+from fedbayes.algorithms import find, names
 from fedbayes.cohort import up_of
 from fedbayes.simulator import Simulation
 from fedbayes.stances import assess
@@ -23,7 +23,7 @@ each_algorithm = pytest.mark.parametrize("name", TABLE)
 
 
 def test_every_registered_algorithm_has_a_row():
-    assert set(TABLE) == set(REGISTRY)
+    assert set(TABLE) == set(names("clients"))
 
 
 def simulated(algorithm, data, rounds=3, **options):
@@ -170,7 +170,7 @@ def test_one_trace_for_each_bucket(name, model, clients, monkeypatch, one_length
             return object.__getattribute__(self, method)
 
         def init_server(self, key): ...
-        def init_local(self, key): ...
+        def init_local(self, key, data): ...
         def broadcast(self, key, server): ...
         def server(self, key, server, down, up): ...
         def adapt(self, key, down, local, data): ...

@@ -157,7 +157,7 @@ class Leak(Algorithm[Empty, Empty, Empty, LeakUp]):
     def init_server(self, key):
         return Empty()
 
-    def init_local(self, key):
+    def init_local(self, key, data):
         return Empty()
 
     def broadcast(self, key, server):

@@ -61,8 +61,8 @@ def no_latent(population, data):
 
 def subsampled(population, data):
     beta, spread = population
-    with numpyro.plate("rows", 600, subsample_size=6):
-        numpyro.sample("y", dist.Normal(beta[0], spread), obs=data["y"][:, 0])
+    with numpyro.plate("rows", 6, subsample_size=2) as rows:
+        numpyro.sample("y", dist.Normal(beta[0], spread), obs=data["y"][rows, 0])
 
 
 BLOCKS = {
@@ -87,8 +87,9 @@ def test_densities_add_up_to_numpyro_s_with_each_jacobian_once(silo):
     model, data = Structured(mixed_population, silo), {"y": Y}
     assert model.blocks(data) == BLOCKS[silo]
     z_global, z_local = drawn(model, data)
+    scale = {name: plate.scale for name, plate in model.plates(data).items()}
     ours = model.log_population({}, z_global) + sum(
-        jnp.sum(part) for part in model.log_silo({}, z_global, z_local, data).values()
+        scale[name] * jnp.sum(part) for name, part in model.log_silo({}, z_global, z_local, data).items()
     )
 
     def joint():
@@ -202,10 +203,40 @@ def test_data_that_does_not_fit_the_global_shapes():
     refuses(mixed_population, silo, "the silo's data does not fit the model: ")
 
 
-def test_a_latent_in_a_subsampled_plate():
+def test_a_latent_in_an_inner_plate_that_is_subsampled():
     def silo(population, data):
-        with numpyro.plate("rows", 600, subsample_size=6):
+        with numpyro.plate("schools", 6, dim=-2), numpyro.plate("classes", 4, subsample_size=2, dim=-1) as rows:
             b = numpyro.sample("b", dist.Normal(0.0, 1.0))
-            numpyro.sample("y", dist.Normal(b, 1.0), obs=data["y"][:, 0])
+            numpyro.sample("y", dist.Normal(b, 1.0), obs=data["y"][:, rows])
 
-    refuses(mixed_population, silo, "b in silo is a latent in a plate that is subsampled")
+    refuses(mixed_population, silo, "b in silo is a latent in an inner plate that is subsampled; give it its full size")
+
+
+def test_data_that_lacks_what_the_model_reads():
+    def silo(population, data):
+        numpyro.sample("y", dist.Normal(data["x"], 1.0), obs=data["y"])
+
+    refuses(mixed_population, silo, "the silo's data lacks 'x', which the model reads")
+
+
+def test_all_elements_of_a_subsampled_plate():
+    """Given every element, the density is that of the plate without subsampling."""
+
+    def silo(population, data, size=None):
+        beta, spread = population
+        with numpyro.plate("units", 6, subsample_size=size) as rows:
+            b = numpyro.sample("b", dist.Normal(beta[0], spread))
+            numpyro.sample("y", dist.Normal(b, 1.0), obs=data["y"][rows, 0])
+
+    whole = Structured(mixed_population, silo)
+    part = Structured(mixed_population, lambda population, data: silo(population, data, 2))
+    data = {"y": Y}
+    z_global, z_local = drawn(whole, data)
+    assert part.blocks(data) == whole.blocks(data) == {"units": (6, 1)}
+    everyone = part.everyone(data)
+    found = part.log_silo({}, z_global, z_local, data, everyone)["units"]
+    np.testing.assert_allclose(found, whole.log_silo({}, z_global, z_local, data)["units"], rtol=1e-5)
+    assert part.local_values(z_local, data)["b"].shape == (6,)
+    two = {"units": jnp.array([4, 1])}
+    some = part.log_silo({}, z_global, {"units": z_local["units"][two["units"]]}, data, two)["units"]
+    np.testing.assert_allclose(some, found[two["units"]], rtol=1e-5)

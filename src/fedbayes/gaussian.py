@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 from jaxtyping import Array, Float
 
-from fedbayes.trees import other_peoples_code
+from fedbayes.trees import other_peoples_code, quietly
 
 
 class Global(NamedTuple):
@@ -129,12 +129,11 @@ def log_factor(factor: Natural, z: Float[Array, " n"]) -> Float[Array, ""]:
 
 def barycentre(mean: Float[Array, " n"], covariances: Any) -> Global:
     """The Wasserstein barycentre of Gaussians with mean `mean`, by OTT-JAX's fixed point (from I, so on a scale near 1)."""
-    from ott.geometry.costs import Bures
-
+    bures = quietly("ott.geometry.costs").Bures
     j, n, _ = covariances.shape
     scale = jnp.sqrt(jnp.mean(jnp.trace(covariances, axis1=1, axis2=2)) / n)
     with other_peoples_code():
-        covariance, _ = Bures(n).covariance_fixpoint_iter(
+        covariance, _ = bures(n).covariance_fixpoint_iter(
             covariances / scale**2, jnp.full(j, 1 / j), tolerance=1e-10, max_iterations=100
         )
     return from_moments(mean, scale**2 * (covariance + covariance.T) / 2)

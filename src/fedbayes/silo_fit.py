@@ -23,6 +23,7 @@ from fedbayes.models.structured import Latent, Values, numbers
 from fedbayes.runs import SCHEMA, Run, describe, digest_of_programs, read_json
 from fedbayes.silos import SiloSimulation
 from fedbayes.simulator import Diverged
+from fedbayes.trees import quietly
 
 if TYPE_CHECKING:
     import arviz as az
@@ -141,18 +142,22 @@ class SiloFit:
         return SiloFit(grown, self.result, self.history)
 
     def khat(self, draws: int = 1000, inner: int = 50, seed: int = 0) -> float:
-        """PSIS k̂ of q(Z_G) against the federated log density: below 0.7 importance weights could mend what q misses.
+        """PSIS k̂ of q(Z_G); see `diagnose`."""
+        return self.diagnose(draws, inner, seed)["khat"]
+
+    def diagnose(self, draws: int = 1000, inner: int = 50, seed: int = 0) -> dict[str, float]:
+        """How q(Z_G) compares with the federated log density: k̂ of its importance weights, and their effective share.
 
         Each silo tells log p(y_j | Z_G) at draws of Z_G, by importance sampling from its q(Z_L | Z_G) with `inner` draws; only
-        the sum over silos is needed.
+        the sum over silos is needed. The effective share `ess` is 1 where q is the posterior. A k̂ above 0.7 says that the
+        posterior has heavier tails than q.
         """
-        import arviz as az
-
         z = _global_draws(self.shared.eta, draws, seed)
         ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(jax.vmap(_log_q(self.shared.eta))(z))
         if not np.isfinite(ratios).all():
-            return math.inf
-        return float(az.psislw(ratios.astype(float))[1])
+            return {"khat": math.inf, "ess": 0.0}
+        weights, khat = quietly("arviz").psislw(ratios.astype(float))
+        return {"khat": float(khat), "ess": float(1 / np.sum(np.exp(2 * weights)) / draws)}
 
     def log_density(self, z: Float[Array, "s n"], inner: int = 50, seed: int = 0) -> Float[Array, " s"]:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
@@ -271,11 +276,21 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{name:24}" + "".join(f"{figures[key]:10.3f}" for key in ("mean", "sd", "5%", "95%")))
     for name, value in result["theta"].items():
         lines.append(f"{name:24}{value:10.3f}    (a parameter: no posterior)")
-    khat = result["khat"]
-    tail = (
-        "" if khat is None else f", k̂ {khat:.2f}" + (" (above 0.7: do not trust the posterior as it is)" if khat > 0.7 else "")
-    )
-    return "\n".join([*lines, f"bound {result['bound']:.2f}{tail}"])
+    return "\n".join([*lines, verdict(result)])
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """The bound, and how far the posterior can be relied on, in a sentence."""
+    bound, khat, ess = f"bound {result['bound']:.2f}", result["khat"], result["ess"]
+    if khat is None:
+        return bound
+    if ess > 0.8:
+        words = "q is close to the posterior" + (", but for its far tails" if khat > 0.7 else "")
+    else:
+        words = (
+            "q misses part of the posterior" if khat <= 0.7 else "q is not the posterior: fit longer, or with a richer family"
+        )
+    return f"{bound}; importance weights: k̂ {khat:.2f}, effective share {100 * ess:.0f} %: {words}"
 
 
 def _figures(fit: SiloFit) -> dict[str, Any]:
@@ -286,13 +301,14 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
         posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
     small = fit.shared.eta.mean.size <= LARGEST
-    khat = fit.khat() if small else None
+    found = fit.diagnose() if small else {"khat": math.inf, "ess": 0.0}
     last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
     return {
         "posterior": posterior,
         "theta": theta,
         "bound": float(np.mean(last)),
-        "khat": khat if khat is not None and math.isfinite(khat) else None,
+        "khat": found["khat"] if math.isfinite(found["khat"]) else None,
+        "ess": found["ess"],
     }
 
 
@@ -345,8 +361,6 @@ def _log_q(q: gaussian.Global) -> Callable[[Float[Array, " n"]], Float[Array, ""
 
 def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
     """Draws as one chain; an axis that is a plate has its name."""
-    import arviz as az
-
     dims = {}
     for latent in latents or []:
         value = np.asarray(groups["posterior"][latent.name])
@@ -361,4 +375,4 @@ def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | N
         for group, sites in groups.items()
         if sites
     }
-    return az.from_dict(dims=dims, **chains)  # type: ignore[arg-type]
+    return quietly("arviz").from_dict(dims=dims, **chains)

@@ -196,8 +196,9 @@ class SiloSimulation:
             if not bool(trees.finite((up, new))):
                 raise Diverged(f"round {self.round}, silo {self.names[place]!r}: its numbers are not finite; try a smaller lr")
             self.put(self.names[place], new)
+            partial = reduce.empty(up) if partial is None else partial
             up = jax.tree.map(lambda leaf: leaf[None], up)
-            partial = reduce.add(reduce.empty(up) if partial is None else partial, up, jnp.ones(1))
+            partial = reduce.add(partial, up, jnp.ones(1))
             stacks.append(reduce.stacked(up))
         assert partial is not None
         stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)

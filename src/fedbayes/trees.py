@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +77,13 @@ def other_peoples_code() -> Iterator[None]:
     """Let arrays of different types and ranks meet, as they do inside NumPyro and Optax; our own code is strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def quietly(module: str) -> Any:
+    """Import a package that warns of its own future, which is no news to our users."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
 
 
 def arrays_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -9,23 +9,43 @@ from typing import Any
 from fedbayes.errors import UserError
 
 REGISTRY = {
-    "fedavg": ("fedbayes.algorithms.fedavg", "FedAvg", "federated averaging; personalised by fine-tuning"),
-    "fedprox": ("fedbayes.algorithms.fedprox", "FedProx", "averaging with a pull towards the broadcast model"),
-    "fedbabu": ("fedbayes.algorithms.fedbabu", "FedBABU", "body learnt together under a head that nobody trains"),
-    "fedper": ("fedbayes.algorithms.fedper", "FedPer", "shared base, personal last layers"),
+    "fedavg": ("fedbayes.algorithms.fedavg", "FedAvg", "clients", "federated averaging; personalised by fine-tuning"),
+    "fedprox": ("fedbayes.algorithms.fedprox", "FedProx", "clients", "averaging with a pull towards the broadcast model"),
+    "fedbabu": ("fedbayes.algorithms.fedbabu", "FedBABU", "clients", "body learnt together under a head that nobody trains"),
+    "fedper": ("fedbayes.algorithms.fedper", "FedPer", "clients", "shared base, personal last layers"),
+    "sfvi": ("fedbayes.algorithms.sfvi", "SFVI", "silos", "structured variational inference: a gradient a round, as if pooled"),
+    "sfvi-avg": ("fedbayes.algorithms.sfvi_avg", "SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)"),
+    "pvi": ("fedbayes.algorithms.pvi", "PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds"),
 }
-"""Name on the command line: module, class, one line."""
+"""Name on the command line: module, class, what it runs over, one line.
+
+Over `clients`: a network and rows (`fedbayes run`). Over `silos`: a NumPyro model of a population and silos (`fedbayes fit`).
+"""
 
 
-def find(name: str) -> type[Any]:
+def names(over: str) -> list[str]:
+    """The algorithms that run over clients, or over silos.
+
+    >>> names("silos")
+    ['sfvi', 'sfvi-avg', 'pvi']
+    """
+    return [name for name, (_, _, kind, _) in REGISTRY.items() if kind == over]
+
+
+def find(name: str, over: str | None = None) -> type[Any]:
     """The algorithm's class by its registered name.
 
     >>> find("fedper").__name__
     'FedPer'
     """
     if name not in REGISTRY:
-        near = difflib.get_close_matches(name, REGISTRY, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}" if near else f"choose one of {', '.join(REGISTRY)}"
+        known = list(REGISTRY) if over is None else names(over)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}" if near else f"choose one of {', '.join(known)}"
         raise UserError(f"there is no algorithm {name!r}; {hint} (fedbayes list shows all)")
-    module, cls, _ = REGISTRY[name]
+    module, cls, kind, _ = REGISTRY[name]
+    if over == "clients" and kind == "silos":
+        raise UserError(f"{name} fits a NumPyro model over silos, not a network; use fedbayes fit FILE --algorithm {name}")
+    if over == "silos" and kind == "clients":
+        raise UserError(f"{name} trains a network over clients, not a NumPyro model; choose one of {', '.join(names('silos'))}")
     return getattr(importlib.import_module(module), cls)

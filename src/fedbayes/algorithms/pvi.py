@@ -66,10 +66,11 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Δ_j, and the silo's term of the bound."""
+    """Δ_j, the silo's term of the bound, and 1, which counts who answered."""
 
     change: Sum[Natural]
     bound: Sum[Float[Array, ""]]
+    silos: Sum[Float[Array, ""]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ class PVI(Algorithm[Server, Local, Down, Up]):
     """What remains of it at the end of the search."""
     rounds: int | None = None
     """Rounds of the run."""
+    silos: int | None = None
+    """J, for the bound where some silos are absent; by default the silos of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
 
@@ -147,7 +150,7 @@ class PVI(Algorithm[Server, Local, Down, Up]):
             data,
         )
         change = _power(_times(gaussian.natural(shared.eta), _power(down.q, -1.0)), self.damping)
-        return Up(change, value), Local(eta, shared.eta.mean, factor, change, down.round)
+        return Up(change, value, jnp.ones(())), Local(eta, shared.eta.mean, factor, change, down.round)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """As much of the change as leaves q proper, and t_0 anew."""
@@ -160,7 +163,8 @@ class PVI(Algorithm[Server, Local, Down, Up]):
         accepted = server.accepted.at[server.round].set(part)
         noise = jax.random.normal(key, (DRAWS, shared.eta.mean.size))
         own, _ = variational.own_gradient(self.structured.log_population, shared, noise)
-        return Server(prior, factors, shared, accepted, server.round + 1, own + up.bound)
+        share = 1.0 if self.silos is None else self.silos / up.silos
+        return Server(prior, factors, shared, accepted, server.round + 1, own + share * up.bound)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """η_L of a silo that may never have trained, with q(Z_G) as it is."""
@@ -194,6 +198,6 @@ def _power(factor: Natural, exponent: Any) -> Natural:
 
 def _proper_part(q: Natural, change: Natural) -> Float[Array, ""]:
     """The first of 1, ½, ¼ … 0 for which q · change^part has a covariance."""
-    parts = jnp.concatenate([0.5 ** jnp.arange(HALVINGS), jnp.zeros(1)])
+    parts = jnp.asarray([*(0.5**power for power in range(HALVINGS)), 0.0])
     roots = jax.vmap(lambda part: jnp.linalg.cholesky(_times(q, _power(change, part)).precision))(parts)
     return parts[jnp.argmax(jnp.isfinite(roots).all(axis=(1, 2)))]

@@ -73,7 +73,7 @@ class SFVI(Algorithm[Server, Local, Down, Up]):
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
     rounds: int | None = None
-    """Length of that decay; by default the rounds of the run."""
+    """Rounds of the run, over which the step size falls."""
     silos: int | None = None
     """J; by default the silos of the run."""
     adapt_steps: int = 1000

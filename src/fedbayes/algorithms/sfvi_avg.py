@@ -73,7 +73,7 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
     rounds: int | None = None
-    """Rounds of that decay; by default the rounds of the run."""
+    """Rounds of the run, over which the step size falls."""
     rows: int | None = None
     """N, the observations of all silos; by default those of the run."""
     adapt_steps: int = 1000

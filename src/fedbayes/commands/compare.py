@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from fedbayes.algorithms import REGISTRY, find
+from fedbayes.algorithms import find, names
 from fedbayes.commands.display import progress_bar, result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions, build, default, override, parse, unbuilt, write_json
 from fedbayes.errors import UserError
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def compare(options: Options) -> dict[str, list[dict[str, Any]]]:
     """The results of each algorithm, seed after seed."""
-    names = options.algorithms or tuple(REGISTRY)
-    for name in names:
-        find(name)
+    chosen = options.algorithms or tuple(names("clients"))
+    for name in chosen:
+        find(name, "clients")
     if options.seeds < 1:
         raise UserError(f"seeds is {options.seeds}, but a comparison needs at least one")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -68,7 +68,7 @@ def compare(options: Options) -> dict[str, list[dict[str, Any]]]:
     model = build(unbuilt(options.model), data, settings.likelihood)
     results: dict[str, list[dict[str, Any]]] = {}
     with progress_bar() as add:
-        for name in names:
+        for name in chosen:
             algorithm = dataclasses.replace(override(default(name), _settings_of(name, options.set)), model=model)
             for seed in range(options.seeds):
                 if options.vary_data:
@@ -98,7 +98,7 @@ def _settings_of(name: str, settings: Sequence[str]) -> list[str]:
     own = []
     for setting in settings:
         first, _, rest = setting.partition(".")
-        if first not in REGISTRY:
+        if first not in names("clients"):
             own.append(setting)
         elif first == name:
             own.append(rest)

@@ -43,7 +43,7 @@ def progress_bar() -> Iterator[Callable[[str, int], Callable[..., None]]]:
             task = progress.add_task(label, total=rounds)
 
             def callback(simulation: Any, done: Any) -> None:
-                progress.update(task, completed=done.round)
+                progress.update(task, completed=simulation.round)
 
             return callback
 

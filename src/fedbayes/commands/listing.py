@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from fedbayes.algorithms import REGISTRY
+from fedbayes.algorithms import REGISTRY, names
 from fedbayes.commands.display import show
 from fedbayes.errors import UserError
 
@@ -21,9 +21,11 @@ def main(arguments: Sequence[str]) -> None:
     from fedbayes.data import NAMES
     from fedbayes.models.networks import NETWORKS
 
-    table = Table("algorithm", "what it does", title="algorithms", title_justify="left")
-    for name, (_, _, text) in REGISTRY.items():
-        table.add_row(name, text)
-    show(table)
+    kinds = {"clients": "a network over clients (run, compare)", "silos": "a NumPyro model over silos (fit)"}
+    for over, title in kinds.items():
+        table = Table("algorithm", "what it does", title=title, title_justify="left")
+        for name in names(over):
+            table.add_row(name, REGISTRY[name][3])
+        show(table)
     show(f"networks: {', '.join(NETWORKS)}")
     show(f"data sets: {', '.join(NAMES)}; or a file, a folder, hub:NAME (see docs/your-data.md)")

@@ -13,7 +13,7 @@ import tyro
 from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from fedbayes.algorithms import REGISTRY, find
+from fedbayes.algorithms import REGISTRY, find, names
 from fedbayes.data import Clients, load
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, network
@@ -113,17 +113,18 @@ def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model]
 
 def default(name: str) -> Any:
     """The algorithm of that name with its own defaults and a small network."""
-    return find(name)(model=unbuilt("mlp"))
+    return find(name, "clients")(model=unbuilt("mlp"))
 
 
-def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: str | None = None) -> Any:
+def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: Any = None) -> Any:
     """Parse a dataclass of options; with an algorithm, its fields become options too, as the field `algorithm`."""
     if algorithm is not None:
-        chosen = default(algorithm)
-        field = ("algorithm", Annotated[type(chosen), arg(name="")], dataclasses.field(default=chosen))
+        field = ("algorithm", Annotated[type(algorithm), arg(name="")], dataclasses.field(default=algorithm))
         options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
         options.__doc__ = description
-    return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry)
+    # What cannot be written on a command line, such as a model's functions, is no option.
+    hidden = (tyro.conf.SuppressFixed,)
+    return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry, config=hidden)
 
 
 class Chosen(NamedTuple):
@@ -140,7 +141,7 @@ def choose(options: type[Any], arguments: Sequence[str], command: str, does: str
     name = algorithm_name(arguments, command)
     if name is None:
         return None
-    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), name)
+    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), default(name))
     data = parsed.data.load()
     model = build(parsed.algorithm.model, data, parsed.settings.likelihood)
     return Chosen(name, parsed, data, dataclasses.replace(parsed.algorithm, model=model))
@@ -150,13 +151,13 @@ def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
     """The algorithm at the start of the arguments; prints the choices where there is none."""
     if not arguments or arguments[0].startswith("-"):
         print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
-        for name, (_, _, text) in REGISTRY.items():
-            print(f"  {name:<12} {text}")
+        for name in names("clients"):
+            print(f"  {name:<12} {REGISTRY[name][3]}")
         print(f"\nfedbayes {command} ALGORITHM --help lists an algorithm's own options.")
         if not arguments or arguments[0] in ("-h", "--help"):
             return None
         raise UserError(f"{command} needs an algorithm before the options, such as fedbayes {command} fedavg {arguments[0]} …")
-    find(arguments[0])
+    find(arguments[0], "clients")
     return arguments[0]
 
 

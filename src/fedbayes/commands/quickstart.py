@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedbayes.algorithms import REGISTRY
+from fedbayes.algorithms import names
 from fedbayes.commands import compare
 from fedbayes.commands.display import result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions
 from fedbayes.errors import UserError
 
 OPTIONS = compare.Options(
-    algorithms=tuple(REGISTRY),
+    algorithms=tuple(names("clients")),
     seeds=1,
     out=Path("runs") / "quickstart",
     force=True,

@@ -1,0 +1,163 @@
+"""`fedbayes fit`: a NumPyro model file over its silos."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from fedbayes.algorithms import find, names
+from fedbayes.commands.display import progress_bar, show
+from fedbayes.commands.options import parse
+from fedbayes.errors import UserError
+from fedbayes.fit import simulate
+from fedbayes.silo_fit import SiloFit, verdict
+
+NEEDED = ("population", "silo", "silos")
+ROUNDS = {"SFVI": 5000, "SFVIAvg": 50, "PVI": 20}
+"""Rounds where neither the file nor the command line says how many."""
+USAGE = """usage: fedbayes fit FILE [--algorithm NAME] [options]
+
+Fit a NumPyro model over silos whose data stays apart. FILE is a Python file that has
+  population()              samples what all silos share
+  silo(population, data)    samples a silo's own latents and observes its data
+  silos()                   gives a dict of names and their data; a dict of that name will do too
+and may have
+  algorithm                 what fits it by default, such as fedbayes.PVI(population, silo)
+  rounds                    how many rounds it needs
+
+algorithms: {algorithms} (default sfvi)
+fedbayes fit FILE --help lists the options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `fedbayes fit`."""
+
+    cohort: int | float | None = None
+    """Silos in a round: a number, or a share below 1; by default all."""
+    in_turn: bool = False
+    """One silo a round, each in its turn."""
+    seed: int = 0
+    """Of everything that is random."""
+    out: Path | None = None
+    """Folder of the run; by default runs/NAME-ALGORITHM-SEED."""
+    resume: bool = False
+    """Go on with a run that was stopped."""
+    force: bool = False
+    """Start over in a folder that holds a run."""
+    loop: bool = False
+    """Run silos one by one, slower, and name the silo whose numbers fail."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Fit, print the posterior and where the run is."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE.format(algorithms=", ".join(names("silos"))))
+        return
+    path, rest = Path(arguments[0]), list(arguments[1:])
+    if str(path).startswith("-"):
+        raise UserError(f"fit needs a model file before the options, such as fedbayes fit model.py {path} …")
+    module = load(path)
+    name, rest = _algorithm_name(rest)
+    chosen = _default(module, name)
+    options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", chosen)
+    rounds = options.algorithm.rounds
+    data = _silos(module, path)
+    label = next(known for known in names("silos") if find(known) is type(chosen))
+    folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
+    with progress_bar() as add:
+        callback = add(label, rounds)
+        try:
+            fit = simulate(
+                options.algorithm,
+                data,
+                rounds,
+                cohort=options.cohort,
+                in_turn=options.in_turn,
+                seed=options.seed,
+                loop=options.loop,
+                folder=folder,
+                resume=options.resume,
+                force=options.force,
+                callbacks=(callback,),
+                config={"file": path.name},
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+    show(f"{path.stem}: {label} over {len(data)} silos, {rounds} rounds, seed {options.seed}")
+    show(posterior_table(fit))
+    show(verdict(fit.result))
+    show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
+
+
+def load(path: Path) -> ModuleType:
+    """A model file as a module."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give a Python file with population, silo and silos")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if path.suffix != ".py" or spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file; a model file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(f"{path} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    if missing := [name for name in NEEDED if not hasattr(module, name)]:
+        raise UserError(
+            f"{path} has no {', '.join(missing)}; a model file has population(), silo(population, data) and silos()"
+        )
+    return module
+
+
+def posterior_table(fit: SiloFit) -> Table:
+    """The posterior of what all silos share."""
+    result, table = fit.result, Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for heading in ("mean", "sd", "5 %", "95 %"):
+        table.add_column(heading, justify="right")
+    for name, figures in result["posterior"].items():
+        table.add_row(name, *(f"{figures[key]:.3f}" for key in ("mean", "sd", "5%", "95%")))
+    for name, value in result["theta"].items():
+        table.add_row(name, f"{value:.3f}", "—", "—", "—")
+    if not table.rows:
+        table.add_row("too many numbers to list: see posterior.nc")
+    return table
+
+
+def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of --algorithm, and the other arguments."""
+    for place, word in enumerate(arguments):
+        if word == "--algorithm" and place + 1 < len(arguments):
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+        if word.startswith("--algorithm="):
+            return word.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+    return None, arguments
+
+
+def _default(module: ModuleType, name: str | None) -> Any:
+    """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
+    own = getattr(module, "algorithm", None)
+    if own is not None and (name is None or isinstance(own, find(name, "silos"))):
+        rounds = own.rounds or getattr(module, "rounds", None) or ROUNDS[type(own).__name__]
+        return dataclasses.replace(own, rounds=rounds)
+    cls = find(name or "sfvi", "silos")
+    family = {} if own is None else {"family": own.family}
+    return cls(module.population, module.silo, rounds=ROUNDS[cls.__name__], **family)
+
+
+def _silos(module: ModuleType, path: Path) -> Mapping[str, Any]:
+    given = module.silos() if callable(module.silos) else module.silos
+    if not isinstance(given, Mapping):
+        raise UserError(f"silos in {path} gives {type(given).__name__}, but it must give a dict of names and their data")
+    return given

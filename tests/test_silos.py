@@ -1,0 +1,422 @@
+"""SFVI, SFVI-Avg and PVI over silos: exact answers, invariance, participation, what is sent, and runs that go on."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+import pytest
+from conftest import ROOT, assert_close, assert_same
+from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, partition, population, sampled, silo
+
+from fedbayes import gaussian, silos, wire
+from fedbayes.algorithms import names
+from fedbayes.algorithms.pvi import PVI, _proper_part
+from fedbayes.algorithms.sfvi import SFVI
+from fedbayes.algorithms.sfvi_avg import SFVIAvg
+from fedbayes.cohort import up_of
+from fedbayes.errors import UserError
+from fedbayes.fit import simulate
+from fedbayes.reduce import declared
+from fedbayes.silo_fit import fit_silos
+from fedbayes.silos import SiloSimulation
+from fedbayes.variational import Family
+
+TABLE = {
+    "sfvi": lambda **options: SFVI(population, silo, **options),
+    "sfvi-avg": lambda **options: SFVIAvg(population, silo, steps=5, **options),
+    "pvi": lambda **options: PVI(population, silo, steps=5, **options),
+}
+each_algorithm = pytest.mark.parametrize("name", TABLE)
+
+
+def started(name, data, rounds=4, **options):
+    return SiloSimulation(silos.plan(TABLE[name](), data, rounds), data, **options)
+
+
+def advanced(simulation, rounds):
+    return np.concatenate(list(simulation.advance(rounds)))
+
+
+def deviation(q):
+    return float(jnp.sqrt(gaussian.covariance(q)[0, 0]))
+
+
+def is_exact(fit):
+    q = fit.shared.eta
+    assert abs(float(q.mean[0]) - MEAN) < 0.01 * DEVIATION
+    assert deviation(q) == pytest.approx(DEVIATION, rel=0.01)
+
+
+def test_every_registered_algorithm_is_here():
+    assert list(TABLE) == names("silos")
+
+
+def test_sfvi_is_exact_on_a_conjugate_hierarchy():
+    fit = simulate(SFVI(population, silo, lr=0.05, decay=1e-3), partition(5, 7), 4000)
+    is_exact(fit)
+    own = fit.simulation.own("s1").eta["units"]
+    np.testing.assert_allclose(own.C[:, 0, 0], 1 - WEIGHT, rtol=0.01)
+    np.testing.assert_allclose(np.exp(own.log_scale), OWN, rtol=0.01)
+    np.testing.assert_allclose(own.mean[:, 0], WEIGHT * Y[5:] + (1 - WEIGHT) * MEAN, atol=0.01 * DEVIATION)
+    assert fit.bound[-1] == pytest.approx(EVIDENCE, abs=0.01)
+    assert fit.khat() < 0.3
+
+
+@pytest.mark.parametrize("options", [{"damping": 0.5}, {"in_turn": True, "damping": 1.0}, {"cohort": 2, "damping": 0.7}])
+def test_pvi_is_exact_on_a_conjugate_hierarchy_however_silos_take_turns(options):
+    damping = options.pop("damping")
+    fit = simulate(PVI(population, silo, lr=0.05, steps=600, decay=1e-3, damping=damping), partition(5, 3, 4), 18, **options)
+    is_exact(fit)
+    # q and the silos' factors stay one: t_0 and the t_j multiply to q.
+    state, simulation = fit.simulation.state, fit.simulation
+    own = [simulation.own(name) for name in simulation.names]
+    factors = [state.prior.precision, *(one.factor.precision + state.accepted[one.round] * one.change.precision for one in own)]
+    np.testing.assert_allclose(sum(factors), gaussian.natural(state.shared.eta).precision, rtol=1e-3)
+    if "cohort" not in options:  # else it is scaled from unequal silos
+        assert fit.bound[-9:].mean() == pytest.approx(EVIDENCE, abs=0.2)  # a round's estimate has a standard error of 0.15
+
+
+def test_sfvi_avg_of_silos_that_are_alike_is_sfvi():
+    """Where each silo's data is the others', N/N_j copies of it are the data of all, so averaging costs nothing."""
+    alike = {name: {"y": Y[:6]} for name in ("a", "b")}
+    for family in (Family(), Family(full=False)):
+        fit = simulate(SFVIAvg(population, silo, family=family, steps=300, lr=0.05, decay=1e-3), alike, 8)
+        precision = 1 / 2.0**2 + 12 / (0.7**2 + 0.5**2)
+        assert float(fit.shared.eta.mean[0]) == pytest.approx(2 * Y[:6].sum() / 0.74 / precision, abs=0.01)
+        assert deviation(fit.shared.eta) == pytest.approx(precision**-0.5, rel=0.02)
+        own = fit.simulation.own("a").eta["units"]
+        np.testing.assert_allclose(np.exp(own.log_scale), OWN, rtol=0.02)  # the whole local term is scaled: not too narrow
+
+
+def test_a_factor_may_be_negative_but_q_may_not():
+    q, change = gaussian.Natural(jnp.zeros(1), jnp.eye(1)), gaussian.Natural(jnp.zeros(1), -3.0 * jnp.eye(1))
+    assert float(_proper_part(q, change)) == 0.25
+    assert float(_proper_part(q, gaussian.Natural(jnp.zeros(1), -0.5 * jnp.eye(1)))) == 1.0
+    assert float(_proper_part(q, gaussian.Natural(jnp.zeros(1), -1e9 * jnp.eye(1)))) == 0.0
+
+
+def test_pvi_with_a_prior_that_is_not_gaussian():
+    """A rate with a Gamma prior and Poisson counts: the posterior is Gamma, nearly normal on the log scale."""
+
+    def rates():
+        return numpyro.sample("rate", dist.Gamma(3.0, 1.0))
+
+    def counts(rate, data):
+        numpyro.sample("y", dist.Poisson(rate), obs=data["y"])
+
+    data = {"a": {"y": np.array([3, 5, 4])}, "b": {"y": np.array([6, 2, 4, 5])}}
+    fit = simulate(PVI(rates, counts, lr=0.05, steps=400, decay=1e-3, family=Family(draws=4)), data, 12)
+    drawn = np.asarray(fit.draws(20_000)["rate"])
+    assert drawn.mean() == pytest.approx(32 / 8, rel=0.01)
+    assert drawn.std() == pytest.approx(np.sqrt(32) / 8, rel=0.03)
+    assert fit.result["ess"] > 0.95
+
+
+def test_empirical_bayes_finds_the_likelihood_s_best_parameter():
+    """y_i ~ N(z_i, 1), z_i ~ N(0, τ²): with exact local posteriors τ² tends to mean(y²) − 1."""
+
+    def nothing():
+        return numpyro.param("spread", 1.0, constraint=dist.constraints.positive)
+
+    def effects(spread, data):
+        with numpyro.plate("units", len(data["y"])):
+            z = numpyro.sample("z", dist.Normal(0.0, spread))
+            numpyro.sample("y", dist.Normal(z, 1.0), obs=data["y"])
+
+    y = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2.0
+    fit = simulate(SFVI(nothing, effects, lr=0.05, decay=1e-2), {"a": {"y": y[:15]}, "b": {"y": y[15:]}}, 2500)
+    assert float(fit.theta["spread"]) ** 2 == pytest.approx(np.mean(y**2) - 1, rel=0.02)
+    assert "spread" in str(fit)
+    with pytest.raises(UserError, match=r"PVI has no θ, but the model has spread; give it a prior, or use SFVI"):
+        simulate(PVI(nothing, effects), {"a": {"y": y}}, 2)
+
+
+def test_an_encoder_finds_what_each_unit_s_own_parameters_find():
+    """q(effect | y) = N(a y + b, e^c): the best of it is what free parameters without coupling reach."""
+
+    def encoder(data):
+        a, b, c = (numpyro.param(name, 0.0) for name in ("slope", "shift", "width"))
+        return {"units": ((a * data["y"] + b)[:, None], jnp.full((data["y"].shape[0], 1), 1.0) * c)}
+
+    def fitted(**options):
+        algorithm = SFVI(population, silo, family=Family(coupled=False, draws=4, **options), lr=0.05, decay=1e-2)
+        return simulate(algorithm, partition(5, 7), 1500)
+
+    free, amortised = fitted(), fitted(encoder=encoder)
+    assert amortised.simulation.own("s0").eta == {}
+    np.testing.assert_allclose(amortised.bound[-20:].mean(), free.bound[-20:].mean(), atol=0.05)
+    assert float(amortised.shared.theta["slope"]) == pytest.approx(WEIGHT, abs=0.03)
+    assert float(jnp.exp(amortised.shared.theta["width"])) == pytest.approx(OWN, rel=0.05)
+    assert amortised.local_posterior("s1", 50).posterior["effect"].shape == (1, 50, 7)
+    with pytest.raises(UserError, match="encoder gives elsewhere, but the silo has latents in units"):
+        simulate(SFVI(population, silo, family=Family(encoder=lambda data: {"elsewhere": (1, 2)})), partition(12), 2)
+
+
+def test_subsampled_plates_and_partial_participation_reach_the_answer():
+    fit = simulate(SFVI(population, sampled, lr=0.05, decay=1e-3), partition(6, 6), 4000, cohort=1)
+    assert abs(float(fit.shared.eta.mean[0]) - MEAN) < 0.15 * DEVIATION
+    assert deviation(fit.shared.eta) == pytest.approx(DEVIATION, rel=0.15)
+    assert fit.local_posterior("s0", 20).posterior["effect"].shape == (1, 20, 6)
+
+
+INVARIANCE = """
+import sys; sys.path.insert(0, "tests")
+import conftest, jax, jax.numpy as jnp, numpy as np
+from test_silos import iterates
+jax.config.update("jax_enable_x64", True)
+print(iterates())
+"""
+
+
+def iterates(steps=20):
+    """How far SFVI over 2 and 5 silos moves from SFVI over one, with the same noise."""
+    found = {}
+    for counts in ((12,), (5, 7), (1, 2, 3, 4, 2)):
+        algorithm = SFVI(population, silo, family=Family(moving_scale=True, bound=3), lr=0.02, decay=1.0)
+        parts, edges = [part["y"].astype(float) for part in partition(*counts).values()], np.cumsum((0, *counts))
+        data = [{"y": jnp.asarray(part)} for part in parts]
+        whole = {"y": jnp.asarray(np.concatenate(parts))}
+        server = algorithm.init_server(jax.random.key(0), data[0])
+        local = [algorithm.init_local(jax.random.key(0), part) for part in data]
+
+        @jax.jit
+        def iterate(server, local, number, algorithm=algorithm, data=data, whole=whole, edges=edges):
+            key = jax.random.fold_in(jax.random.key(1), number)
+            down = algorithm.broadcast(key, server)
+            noise = algorithm.family.noise(key, algorithm.structured, whole)["units"]
+            replies = [
+                algorithm.respond({"units": noise[:, :, edges[i] : edges[i + 1]]}, down, local[i], part)
+                for i, part in enumerate(data)
+            ]
+            up = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *[reply[0] for reply in replies])
+            return algorithm.server(key, server, down, up), [reply[1] for reply in replies]
+
+        for number in range(steps):
+            server, local = iterate(server, local, number)
+        found[counts] = (server.shared, jnp.concatenate([state.eta["units"].mean for state in local]))
+    reference = jax.tree.leaves(found.pop((12,)))
+    return max(
+        float(jnp.abs(a - b).max()) for other in found.values() for a, b in zip(jax.tree.leaves(other), reference, strict=True)
+    )
+
+
+def test_the_same_noise_gives_the_same_iterates_for_any_partition():
+    assert iterates() < 1e-5
+
+
+def test_in_double_precision_partitions_agree_to_ten_digits():
+    """In a process of its own: JAX's precision is set once."""
+    run = subprocess.run([sys.executable, "-c", INVARIANCE], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(run.stdout.split()[-1]) < 1e-10
+
+
+@each_algorithm
+def test_groups_and_one_by_one_agree(name):
+    """Equal silos run as one mapped group; one by one they give the same."""
+    data = partition(4, 4, 4)
+    mapped, looped = started(name, data), started(name, data, loop=True)
+    assert len(mapped.groups) == 1
+    advanced(mapped, 4)
+    advanced(looped, 4)
+    assert_close(mapped.state, looped.state, 2e-4)
+    assert_close(mapped.states, looped.states, 2e-4)
+
+
+@each_algorithm
+@pytest.mark.parametrize("options", [{"cohort": 2}, {"in_turn": True}])
+def test_silos_that_are_absent_keep_their_state(name, options):
+    same, mixed = started(name, partition(4, 4, 4), **options), started(name, partition(3, 4, 5), **options)
+    assert same.compiled
+    assert not mixed.compiled
+    for simulation in (same, mixed):
+        before = {silo: jax.device_get(simulation.own(silo)) for silo in simulation.names}
+        advanced(simulation, 1)
+        absent = [silo for place, silo in enumerate(simulation.names) if place not in simulation._chosen(1)]
+        assert absent
+        for other in absent:
+            assert_same(simulation.own(other), before[other])
+
+
+@each_algorithm
+def test_messages_are_as_they_were_and_hold_nothing_local(name):
+    data = {"y": jnp.asarray(Y[5:])}
+    algorithm = silos.plan(TABLE[name](family=Family(moving_scale=True)), {"a": data}, 10)
+    assert set(declared(up_of(algorithm))) == set(up_of(algorithm)._fields)
+    leaves = wire.manifest(algorithm, data)
+    wire.check(leaves)
+    path = ROOT / "tests" / "golden" / f"{name}.txt"
+    if not path.exists():
+        path.write_text(wire.text(leaves))
+        pytest.fail(f"{path.name} was missing and has been written: look at it and commit it")
+    assert wire.text(leaves) == path.read_text()
+
+
+@each_algorithm
+def test_bytes_of_a_round_hold_no_latent_s_posterior_and_no_datum(name):
+    simulation = started(name, partition(5, 7))
+    advanced(simulation, 3)
+    data = simulation.data("s1")
+    down, own = simulation.down(), simulation.own("s1")
+    up, new = simulation.algorithm.client(jax.random.key(1), down, own, data)
+    sent = wire.pack(jax.device_get(up)) + wire.pack(jax.device_get(down))
+    for secret in [*Y[5:], *jax.tree.leaves(own.eta), *jax.tree.leaves(new.eta)]:
+        assert np.asarray(secret).tobytes() not in sent
+        assert all(np.asarray(entry).tobytes() not in sent for entry in np.asarray(secret).reshape(-1) if entry)
+    assert_same(wire.unpack(wire.pack(jax.device_get(up)), up, "message", finite=True), up)
+
+
+@each_algorithm
+def test_one_program_for_all_rounds(name, monkeypatch):
+    simulation = started(name, partition(5, 7), rounds=9)
+    size = silos._stretch._cache_size()
+    advanced(simulation, 5)
+    advanced(simulation, 4)
+    advanced(started(name, partition(5, 7), rounds=9, seed=1), 3)
+    assert silos._stretch._cache_size() == size + 1
+
+
+def test_silos_may_differ_in_structure_and_hold_plain_numbers_and_frames():
+    def mixed(mean, data):
+        extra = numpyro.sample("shift", dist.Normal(0.0, 0.1)) if data.get("shifted") else 0.0
+        with numpyro.plate("units", data["n"]):
+            numpyro.sample("y", dist.Normal(mean + extra, 1.0), obs=data["y"])
+
+    first, second = {"n": 5, "y": Y[:5], "shifted": True}, {"n": 7, "y": list(Y[5:])}
+    fit = simulate(SFVI(population, mixed), {"a": first, "b": {**second, "y": np.asarray(second["y"])}}, 20)
+    assert set(fit.simulation.own("a").eta) == {""}
+    assert fit.simulation.own("b").eta == {}
+    frame = simulate(SFVI(population, silo), {"a": pd.DataFrame({"y": Y})}, 5)
+    assert_same(frame.shared, simulate(SFVI(population, silo), {"a": {"y": Y}}, 5).shared)
+
+
+def test_sfvi_starts_where_sfvi_avg_ended():
+    data = partition(5, 7)
+    first = simulate(SFVIAvg(population, silo, steps=100, lr=0.05), data, 4)
+    fit = simulate(SFVI(population, silo, lr=1e-6), data, 1, start=first)
+    assert_close(fit.shared.eta, first.shared.eta, 1e-4)
+    assert_close(fit.simulation.own("s1").eta, first._eta("s1"), 1e-4)
+    with pytest.raises(UserError, match="a fit to start from must be of the same silos"):
+        simulate(SFVI(population, silo), {"other": {"y": Y}}, 1, start=first)
+    with pytest.raises(UserError, match="PVI cannot start from another method's fit; SFVI can"):
+        simulate(PVI(population, silo), data, 1, start=first)
+
+
+def test_posteriors_for_arviz_and_a_silo_that_never_trained():
+    fit = simulate(SFVI(population, silo, lr=0.05, decay=1e-2, adapt_steps=800), partition(5, 7), 1500)
+    assert fit.posterior(300).posterior["mean"].shape == (1, 300)
+    local = fit.local_posterior("s1", 4000)
+    assert local.posterior["effect"].dims == ("chain", "draw", "units")
+    np.testing.assert_allclose(local.observed_data["y"], Y[5:])
+    effect = np.asarray(local.posterior["effect"][0])
+    np.testing.assert_allclose(effect.mean(axis=0), WEIGHT * Y[5:] + (1 - WEIGHT) * MEAN, atol=0.04)
+    marginal = np.hypot(OWN, (1 - WEIGHT) * DEVIATION)
+    np.testing.assert_allclose(effect.std(axis=0), marginal, rtol=0.06)
+    predictive = np.asarray(local.posterior_predictive["y"][0])
+    np.testing.assert_allclose(predictive.std(axis=0), np.hypot(marginal, 0.5), rtol=0.06)
+    new = fit.predictive("s0", {"y": np.zeros(3, np.float32)}, draws=6000)["y"]
+    np.testing.assert_allclose(new.std(axis=0), np.sqrt(DEVIATION**2 + 0.7**2 + 0.5**2), rtol=0.05)
+    grown = fit.adapt("new", {"y": Y[:3]})
+    own = np.asarray(grown.local_posterior("new", 4000).posterior["effect"][0])
+    np.testing.assert_allclose(own.mean(axis=0), WEIGHT * Y[:3] + (1 - WEIGHT) * MEAN, atol=0.05)
+    assert_same(grown.shared, fit.shared)
+    with pytest.raises(UserError, match="there is no silo 'nowhere'; there are s0, s1"):
+        fit.local_posterior("nowhere")
+
+
+def test_k_hat_tells_a_q_that_is_too_narrow():
+    fit = simulate(SFVI(population, silo, lr=0.05, decay=1e-2), partition(5, 7), 1500)
+    good = fit.khat()
+    q = fit.shared.eta
+    state = fit.simulation.state
+    narrow = q._replace(mean=q.mean + 3 * DEVIATION, log_scale=q.log_scale - 1.5)
+    fit.simulation.state = state._replace(shared=state.shared._replace(eta=narrow))
+    assert good < 0.5
+    assert fit.khat() > 0.7
+
+
+class Stop(Exception):
+    pass
+
+
+@each_algorithm
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbayes.silo_fit.CHECKPOINT", 0.0)
+    data, algorithm = partition(4, 4, 4), TABLE[name]()
+    whole = fit_silos(algorithm, data, 6, folder=tmp_path / "whole")
+
+    def kill(simulation, bound):
+        if simulation.round >= 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit_silos(algorithm, data, 6, folder=tmp_path / "killed", callbacks=(kill,))
+    again = fit_silos(algorithm, data, 6, folder=tmp_path / "killed", resume=True)
+    assert_same(again.simulation.state, whole.simulation.state)
+    assert_same(again.simulation.states, whole.simulation.states)
+    assert again.history == whole.history
+    assert (tmp_path / "killed" / "result.json").read_text() == (tmp_path / "whole" / "result.json").read_text()
+    finished = fit_silos(algorithm, data, 6, folder=tmp_path / "whole", resume=True)
+    assert_same(finished.simulation.state, whole.simulation.state)
+    assert finished.result == json.loads((tmp_path / "whole" / "result.json").read_text())
+    for file in ("posterior.nc", "posterior.png", "bound.png"):
+        assert (tmp_path / "whole" / file).stat().st_size > 1000
+    with pytest.raises(UserError, match="is a run with another"):
+        fit_silos(algorithm, partition(4, 3, 5), 6, folder=tmp_path / "whole", resume=True)
+
+
+def test_ctrl_c_keeps_the_run(tmp_path):
+    data, asked = partition(5, 7), []
+    with pytest.raises(KeyboardInterrupt):
+        fit_silos(
+            TABLE["sfvi"](),
+            data,
+            400,
+            folder=tmp_path,
+            callbacks=(lambda simulation, bound: asked.append(simulation.round),),
+            stopped=lambda: bool(asked) and asked[-1] > 10,
+        )
+    fit = fit_silos(TABLE["sfvi"](), data, 400, folder=tmp_path, resume=True)
+    assert_same(fit.simulation.state, fit_silos(TABLE["sfvi"](), data, 400).simulation.state)
+
+
+REFUSED = {
+    "there is no silo; give at least one": lambda: simulate(SFVI(population, silo), {}, 3),
+    "rounds is 0, but a run has at least one": lambda: simulate(SFVI(population, silo), partition(12), 0),
+    "silo 's0': the silo's data lacks 'y'": lambda: simulate(SFVI(population, silo), {"s0": {"x": Y}}, 3),
+    "silo 'b': its data holds object, but data is arrays of numbers": lambda: simulate(
+        SFVI(population, silo), {"a": {"y": Y}, "b": {"y": np.array(["x", "y"], object)}}, 3
+    ),
+    "data is list, but it is Clients, or silos as a dict": lambda: simulate(SFVI(population, silo), [Y], 3),
+    "the cohort is 3 clients a round, but only 2 take part": lambda: simulate(
+        SFVI(population, silo), partition(5, 7), 3, cohort=3
+    ),
+    "in_turn visits one silo a round, so it cannot be combined": lambda: simulate(
+        SFVI(population, silo), partition(5, 7), 3, cohort=1, in_turn=True
+    ),
+    "seed is -1, but a seed is not negative": lambda: simulate(SFVI(population, silo), partition(12), 3, seed=-1),
+    "PVI needs a full covariance": lambda: PVI(population, silo, family=Family.mean_field()),
+    "the parameter w has shape (5,) in silo 's0' and (7,) in silo 's1', but it is shared": lambda: simulate(
+        SFVI(population, shaped_by_data), partition(5, 7), 3
+    ),
+    "the bound is not finite in round": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9),
+    "silo 's0': its numbers are not finite": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9, loop=True),
+}
+
+
+def shaped_by_data(mean, data):
+    w = numpyro.param("w", jnp.zeros(data["y"].shape[0]))
+    numpyro.sample("y", dist.Normal(mean + w, 1.0), obs=data["y"])
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_bad_input_gets_one_sentence(sentence):
+    with pytest.raises(UserError) as caught:
+        REFUSED[sentence]()
+    assert str(caught.value).startswith(sentence) or sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
