@@ -47,7 +47,8 @@ def silo(population, data):
 def silos():
     x, y = _images()
     parts = _mostly_one_digit(y, 10)
-    return {f"silo {number}": {"x": x[rows], "y": y[rows], "batch": 32} for number, rows in enumerate(parts)}
+    batch = {"batch": 32} if len(parts[0]) > 1000 else {}
+    return {f"silo {number}": {"x": x[rows], "y": y[rows], **batch} for number, rows in enumerate(parts)}
 
 
 def _mostly_one_digit(y, count, seed=0):

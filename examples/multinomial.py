@@ -44,7 +44,7 @@ def silos():
     x, y = _images()
     count = min(200, len(y) // 25)
     parts = np.random.default_rng(0).permutation(len(y))[: 25 * count].reshape(25, count)
-    return {f"silo {number}": {"x": x[rows], "y": y[rows], "batch": 32} for number, rows in enumerate(parts)}
+    return {f"silo {number}": {"x": x[rows], "y": y[rows]} for number, rows in enumerate(parts)}
 
 
 def _images():
