@@ -141,11 +141,11 @@ class SiloFit:
         grown.put(name, adapt(simulation.down(), grown.own(name), arrays))
         return SiloFit(grown, self.result, self.history)
 
-    def khat(self, draws: int = 1000, inner: int = 50, seed: int = 0) -> float:
+    def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
         """PSIS k̂ of q(Z_G); see `diagnose`."""
         return self.diagnose(draws, inner, seed)["khat"]
 
-    def diagnose(self, draws: int = 1000, inner: int = 50, seed: int = 0) -> dict[str, float]:
+    def diagnose(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> dict[str, float]:
         """How q(Z_G) compares with the federated log density: k̂ of its importance weights, and their effective share.
 
         Each silo tells log p(y_j | Z_G) at draws of Z_G, by importance sampling from its q(Z_L | Z_G) with `inner` draws; only
@@ -159,7 +159,7 @@ class SiloFit:
         weights, khat = quietly("arviz").psislw(ratios.astype(float))
         return {"khat": float(khat), "ess": float(1 / np.sum(np.exp(2 * weights)) / draws)}
 
-    def log_density(self, z: Float[Array, "s n"], inner: int = 50, seed: int = 0) -> Float[Array, " s"]:
+    def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
         algorithm = self.simulation.algorithm
         family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]

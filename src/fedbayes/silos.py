@@ -308,35 +308,58 @@ def _stretch(
     count: Any,
     server: Any,
     states: list[Any],
-    arrays: tuple[Any, ...],
+    arrays: Sequence[Any],
     taking: Any,
 ) -> tuple[Any, list[Any], Float[Array, " rounds"]]:
     """`count` rounds; `taking` says for each who takes part, where not all do (all silos are one group then)."""
+    # All keys at once: in a loop their derivation would take as long as a small model's step.
+    roles = [keys.BROADCAST, keys.SERVER, *range(sum(len(places) for _, places in layout))]
+    fold = jax.vmap(jax.vmap(keys.fold, in_axes=(None, 0)), in_axes=(0, None))
+    all_keys = fold(
+        jax.vmap(lambda number: keys.fold(seed, start + 1 + number))(jnp.arange(STRETCH)), jnp.asarray(roles, jnp.uint32)
+    )
+
+    # A silo alone in its group goes without the group's axis, which would cost copies.
+    alone = [len(places) == 1 for _, places in layout]
+    states, arrays = _without_axis(alone, states), _without_axis(alone, arrays)
 
     def iteration(number: Any, carry: Any) -> Any:
         server, states, bounds = carry
-        key = jax.random.fold_in(seed, start + 1 + number)
-        down = algorithm.broadcast(keys.fold(key, np.uint32(keys.BROADCAST)), server)
+        for_broadcast, for_server, for_silos = all_keys[number, 0], all_keys[number, 1], all_keys[number, 2:]
+        down = algorithm.broadcast(for_broadcast, server)
         partial, stacks, after = None, [], []
         for (form, places), own, content in zip(layout, states, arrays, strict=True):
             rows = jnp.arange(len(places)) if taking is None else taking[number]
-            chosen = (own, content) if taking is None else jax.tree.map(lambda leaf, rows=rows: leaf[rows], (own, content))
-            ids = jnp.asarray(places, jnp.uint32)[rows]
+            everyone = taking is None or len(places) == 1
+            chosen = (own, content) if everyone else jax.tree.map(lambda leaf, rows=rows: leaf[rows], (own, content))
 
-            def one(id: Any, own: Any, content: Any, form: Form = form, key: Any = key, down: Any = down) -> Any:
-                return algorithm.client(keys.fold(key, id), down, own, put_together(form, content))
+            def one(key: Any, own: Any, content: Any, form: Form = form, down: Any = down) -> Any:
+                return algorithm.client(key, down, own, put_together(form, content))
 
-            ups, new = each(one, rows.size)(ids, *chosen)
+            if len(places) == 1:
+                up, new = one(for_silos[places[0]], *chosen)
+                ups = jax.tree.map(lambda leaf: leaf[None], up)
+            else:
+                ups, new = each(one, rows.size)(for_silos[jnp.asarray(places)[rows]], *chosen)
             partial = reduce.add(reduce.empty(_first(ups)) if partial is None else partial, ups, jnp.ones(rows.size))
             stacks.append(reduce.stacked(ups))
-            after.append(new if taking is None else jax.tree.map(lambda leaf, x, rows=rows: leaf.at[rows].set(x), own, new))
+            after.append(new if everyone else jax.tree.map(lambda leaf, x, rows=rows: leaf.at[rows].set(x), own, new))
         assert partial is not None
         stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
         up = reduce.finish(up_of(algorithm), partial, stacked)
-        server = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, up)
+        server = algorithm.server(for_server, server, down, up)
         return server, after, bounds.at[number].set(server.bound)
 
-    return jax.lax.fori_loop(0, count, iteration, (server, states, jnp.zeros(STRETCH)))
+    server, states, bounds = jax.lax.fori_loop(0, count, iteration, (server, states, jnp.zeros(STRETCH)))
+    return (
+        server,
+        [jax.tree.map(lambda leaf: leaf[None], own) if one else own for own, one in zip(states, alone, strict=True)],
+        bounds,
+    )
+
+
+def _without_axis(alone: Sequence[bool], groups: Sequence[Any]) -> list[Any]:
+    return [jax.tree.map(lambda leaf: leaf[0], tree) if one else tree for tree, one in zip(groups, alone, strict=True)]
 
 
 def _first(ups: Any) -> Any:

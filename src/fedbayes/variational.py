@@ -121,7 +121,8 @@ class Family:
         found, plates = {}, structured.plates(data)
         for place, (name, (_, d)) in enumerate(structured.blocks(data).items()):
             shape = (self.draws, self.bound if name else 1, plates[name].size, d)
-            found[name] = normal(jax.random.fold_in(key, place), shape)
+            # Each derivation of a key takes as long as the rest of a small model's step: so none for the first plate.
+            found[name] = jax.random.normal(jax.random.fold_in(key, 2 + place) if place else key, shape)
         return found
 
     def locals_of(
@@ -184,15 +185,8 @@ def silo_gradient(
             return jax.vmap(lambda z_L: terms({**alone, **z_L}))(many)
 
         log_w, to_inputs = jax.vjp(log_weights, z_G, shared.theta, z_L)
-        with jax.named_scope("bound"):
-            value = sum(
-                (
-                    scales[name] * jnp.sum(jax.nn.logsumexp(part, axis=0) - math.log(part.shape[0]))
-                    for name, part in log_w.items()
-                ),
-                jnp.zeros(()),
-            )
-        share = {name: jax.nn.softmax(part, axis=0) for name, part in log_w.items()}
+        value = sum((scales[name] * jnp.sum(_log_mean(part)) for name, part in log_w.items()), jnp.zeros(()))
+        share = {name: jnp.ones_like(part) if len(part) == 1 else jax.nn.softmax(part, axis=0) for name, part in log_w.items()}
         at_z_G, at_theta, at_z_L = to_inputs({name: part * scales[name] for name, part in share.items()})
         twice = {name: value * share[name][..., None] if name else value for name, value in at_z_L.items()}
         at_locals, at_mean, _ = to_locals(twice)
@@ -203,6 +197,10 @@ def silo_gradient(
     value, for_shared, for_used = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), jax.vmap(sample)(noise_G, noise_L))
     more_theta, for_eta = to_kept(for_used)
     return value, for_shared._replace(theta=jax.tree.map(jnp.add, for_shared.theta, more_theta)), for_eta
+
+
+def _log_mean(log_w: Float[Array, "k blocks"]) -> Float[Array, " blocks"]:
+    return log_w[0] if len(log_w) == 1 else jax.nn.logsumexp(log_w, axis=0) - math.log(len(log_w))
 
 
 def local_search(
@@ -240,18 +238,12 @@ def moved(eta: Locals, shared: Shared, centre: Float[Array, " n"]) -> Locals:
     return {name: gaussian.recentre(q, shared.eta.mean - centre) for name, q in eta.items()}
 
 
-def normal(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """Standard normal draws, made once: without the barrier XLA makes them again for each of their uses."""
-    return jax.random.normal(key, shape)
-
-
 def chance(
     family: Family, structured: Structured, key: PRNGKeyArray, data: Any
 ) -> tuple[Float[Array, "s n"], Noise, dict[str, Int[Array, " size"]]]:
     """ε_G, ε_L and the elements of subsampled plates for one step."""
-    for_G, for_L, for_rows = jax.random.split(key, 3)
-    noise_G = normal(for_G, (family.draws, structured.size()))
-    return noise_G, family.noise(for_L, structured, data), structured.subsample(for_rows, data)
+    noise_G = jax.random.normal(jax.random.fold_in(key, 1), (family.draws, structured.size()))
+    return noise_G, family.noise(key, structured, data), structured.subsample(jax.random.fold_in(key, 2), data)
 
 
 def adapt(
@@ -330,13 +322,14 @@ def log_evidence(
 ) -> Float[Array, " s"]:
     """log p(y_j | Z_G) at draws of Z_G, by importance sampling from q(Z_L | Z_G).
 
-    Plate elements are weighed one by one; latents in no plate are weighed with all of the silo.
+    Plate elements are weighed one by one; latents in no plate are weighed with all of the silo. The noise is the same for all
+    Z_G, so that most of its error is too, and cancels where only differences matter.
     """
     everyone = structured.everyone(data)
     used = family.locals_of(structured, shared.theta, eta, data, everyone)
     outer = inner if "" in used else 1
 
-    def weigh(z_G: Float[Array, " n"], key: PRNGKeyArray) -> Float[Array, ""]:
+    def weigh(z_G: Float[Array, " n"]) -> Float[Array, ""]:
         offset = z_G - shared.eta.mean
 
         def draw(name: str, key: PRNGKeyArray) -> Float[Array, "blocks d"]:
@@ -354,12 +347,11 @@ def log_evidence(
                 return found
 
             each = jax.vmap(terms)(jax.random.split(jax.random.fold_in(key, 1), inner))
-            parts = (jnp.sum(jax.nn.logsumexp(part, axis=0) - math.log(inner)) for part in each.values())
-            return sum(parts, jnp.zeros(()))
+            return sum((jnp.sum(_log_mean(part)) for part in each.values()), jnp.zeros(()))
 
         return jax.nn.logsumexp(jax.vmap(given)(jax.random.split(key, outer))) - math.log(outer)
 
-    return jax.lax.map(lambda pair: weigh(*pair), (z, jax.random.split(key, z.shape[0])), batch_size=16)
+    return jax.lax.map(weigh, z, batch_size=16)
 
 
 def own_gradient(

@@ -96,7 +96,7 @@ class SFVI(Algorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """η_G, θ and fresh ε_G."""
-        return Down(server.shared, variational.normal(key, (self.family.draws, server.shared.eta.mean.size)))
+        return Down(server.shared, jax.random.normal(key, (self.family.draws, server.shared.eta.mean.size)))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> tuple[Up, Local]:
         """One iteration with fresh ε_L."""

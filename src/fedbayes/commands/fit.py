@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -62,16 +62,12 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(algorithms=", ".join(names("silos"))))
         return
-    path, rest = Path(arguments[0]), list(arguments[1:])
+    path = Path(arguments[0])
     if str(path).startswith("-"):
         raise UserError(f"fit needs a model file before the options, such as fedbayes fit model.py {path} …")
-    module = load(path)
-    name, rest = _algorithm_name(rest)
-    chosen = _default(module, name)
-    options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", chosen)
-    rounds = options.algorithm.rounds
-    data = _silos(module, path)
-    label = next(known for known in names("silos") if find(known) is type(chosen))
+    file, rest = model_file(path, arguments[1:])
+    options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", file.algorithm)
+    rounds, label, data = options.algorithm.rounds, file.name, file.silos
     folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
     with progress_bar() as add:
         callback = add(label, rounds)
@@ -96,6 +92,25 @@ def main(arguments: Sequence[str]) -> None:
     show(posterior_table(fit))
     show(verdict(fit.result))
     show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
+
+
+class ModelFile(NamedTuple):
+    """What a model file and the command line choose: the algorithm with its rounds, its name, and the silos."""
+
+    algorithm: Any
+    name: str
+    silos: Mapping[str, Any]
+
+
+def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[str]]:
+    """A model file with the algorithm that --algorithm names, or its own; and the arguments that are left."""
+    module = load(path)
+    name, rest = _algorithm_name(list(arguments))
+    chosen = _default(module, name)
+    chosen.structured.global_latents()  # what is wrong with the population is said before anything else
+    label = next(known for known in names("silos") if find(known) is type(chosen))
+    asked = "-h" in rest or "--help" in rest  # help needs no data
+    return ModelFile(chosen, label, {} if asked else _silos(module, path)), rest
 
 
 def load(path: Path) -> ModuleType:

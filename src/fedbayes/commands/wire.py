@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from rich.table import Table
@@ -11,7 +12,7 @@ from tyro.conf import arg
 
 from fedbayes import wire
 from fedbayes.commands.display import show
-from fedbayes.commands.options import DataOptions, RunOptions, choose
+from fedbayes.commands.options import DataOptions, RunOptions, choose, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,45 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the manifest of a round."""
+    """Print the manifest of a round, of a network's algorithm or of a model file's."""
+    if arguments and arguments[0].endswith(".py"):
+        _of_model_file(arguments)
+        return
     does = "What {name} sends in a round: each array, its shape, its reduction and what it depends on."
     chosen = choose(Options, arguments, "wire", does)
-    if chosen is None:
-        return
-    options = chosen.options
-    leaves = wire.manifest(chosen.algorithm.planned(options.settings.rounds), chosen.data)
+    if chosen is not None:
+        options = chosen.options
+        _show(wire.manifest(chosen.algorithm.planned(options.settings.rounds), chosen.data), options.plain, "client")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Options of `fedbayes wire FILE`."""
+
+    silo: str | None = None
+    """Whose round; by default the first silo's."""
+    plain: bool = False
+    """Print tab-separated lines instead of a table."""
+
+
+def _of_model_file(arguments: Sequence[str]) -> None:
+    from fedbayes import silos
+    from fedbayes.commands.fit import model_file
+
+    file, rest = model_file(Path(arguments[0]), arguments[1:])
+    description = f"What {file.name} sends in a round of {arguments[0]}."
+    options = parse(FileOptions, rest, f"fedbayes wire {arguments[0]}", description, file.algorithm)
+    algorithm = silos.plan(options.algorithm, file.silos, options.algorithm.rounds)
+    simulation = silos.SiloSimulation(algorithm, file.silos)
+    _show(wire.manifest(algorithm, simulation.data(options.silo or simulation.names[0])), options.plain, "silo")
+
+
+def _show(leaves: list[wire.Leaf], plain: bool, who: str) -> None:
     wire.check(leaves)
-    if options.plain:
+    if plain:
         print(wire.text(leaves), end="")
         return
-    for message, title in (("down", "to every client of the round"), ("up", "from each client")):
+    for message, title in (("down", f"to every {who} of the round"), ("up", f"from each {who}")):
         sent = [leaf for leaf in leaves if leaf.message == message]
         total = sum(leaf.bytes for leaf in sent)
         table = Table(title=f"{title}: {len(sent)} arrays, {total:,} bytes", title_justify="left")
@@ -48,4 +76,4 @@ def main(arguments: Sequence[str]) -> None:
             cells = [leaf.path, str(list(leaf.shape)), leaf.dtype]
             table.add_row(*cells, *([leaf.reduction, ", ".join(wire.sources(leaf))] if message == "up" else []))
         show(table)
-    show("Nothing of a client's local state or rows is sent as it is.")
+    show(f"Nothing of a {who}'s local state or rows is sent as it is.")

@@ -14,7 +14,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from fedbayes.errors import UserError
 from fedbayes.trees import other_peoples_code
 
 Values = dict[str, Any]
+T = TypeVar("T")
 
 
 class Plate(NamedTuple):
@@ -109,7 +110,7 @@ class Structured:
 
     def size(self) -> int:
         """n_G, the length of Z_G."""
-        return sum(latent.width for latent in self.global_latents())
+        return _remember(self, "size", None, lambda: sum(latent.width for latent in self.global_latents()))
 
     def theta(self, data: Any = None) -> Values:
         """θ at its start, unconstrained: every `numpyro.param`; those of `silo` are found where a silo's data is given."""
@@ -120,26 +121,44 @@ class Structured:
 
     def plates(self, data: Any) -> dict[str, Plate]:
         """The outermost plates of a silo's sites; "" is no plate."""
-        trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
-        found = (_plate(trace, site) for site in trace.values() if site["type"] == "sample")
-        return {plate.name: plate for plate in found}
+
+        def find() -> dict[str, Plate]:
+            trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
+            found = (_plate(trace, site) for site in trace.values() if site["type"] == "sample")
+            return {plate.name: plate for plate in found}
+
+        return _remember(self, "plates", data, find)
 
     def blocks(self, data: Any) -> dict[str, tuple[int, int]]:
         """For each plate of a silo that has latents: how many blocks, and how many numbers in one. "" is no plate."""
-        found: dict[str, tuple[int, int]] = {}
-        for latent in self.local_latents(data):
-            width = found.get(latent.plate.name, (0, 0))[1]
-            found[latent.plate.name] = (latent.plate.total, width + latent.width)
-        return found
+
+        def find() -> dict[str, tuple[int, int]]:
+            found: dict[str, tuple[int, int]] = {}
+            for latent in self.local_latents(data):
+                width = found.get(latent.plate.name, (0, 0))[1]
+                found[latent.plate.name] = (latent.plate.total, width + latent.width)
+            return found
+
+        return _remember(self, "blocks", data, find)
 
     def rows(self, data: Any) -> int:
         """N_j, the number of observations: elements of an observed site's outermost plate, or of its first axis."""
-        trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
-        sites = [(_plate(trace, site), jnp.shape(site["value"])) for site in trace.values() if _observed(site)]
-        return max(plate.total if plate.name else (*shape, 1)[0] for plate, shape in sites)
+
+        def find() -> int:
+            self.local_latents(data)  # which says what is wrong with the silo
+            trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
+            sites = [(_plate(trace, site), jnp.shape(site["value"])) for site in trace.values() if _observed(site)]
+            return max(plate.total if plate.name else (*shape, 1)[0] for plate, shape in sites)
+
+        return _remember(self, "rows", data, find)
 
     def subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         """Which elements a subsampled plate evaluates, by plate."""
+        if not _remember(self, "subsampled", data, lambda: bool(self._subsample(key, data))):
+            return {}
+        return self._subsample(key, data)
+
+    def _subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         trace = self._silo_trace({}, self._population_value({}, {}), {}, data, key)
         plates = (site for site in trace.values() if site["type"] == "plate")
         return {site["name"]: site["value"] for site in plates if site["args"][1] not in (None, site["args"][0])}
@@ -233,7 +252,7 @@ class Structured:
             return found
 
     def _population_value(self, values: Values, theta: Values) -> Any:
-        known = {**values, **_constrained_theta(_trace(self.population, {}, {}), theta)}
+        known = {**values, **(_constrained_theta(_trace(self.population, {}, {}), theta) if theta else {})}
         # block is outermost: a trace around this must not see the population's sites.
         with other_peoples_code(), handlers.block(), handlers.seed(rng_seed=0), handlers.substitute(data=known):
             return self.population()
@@ -245,6 +264,22 @@ class Structured:
             raise UserError(f"the silo's data does not fit the model: {str(problem).splitlines()[0]}") from problem
         except KeyError as problem:
             raise UserError(f"the silo's data lacks {problem}, which the model reads") from problem
+
+
+_known: dict[Any, Any] = {}
+MOST = 2000
+
+
+def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
+    """What follows from shapes alone is found once: a model is traced many times while a program is made."""
+    leaves, treedef = jax.tree.flatten(data)
+    signature = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
+    key = (model, what, treedef, signature)
+    if key not in _known:
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = find()
+    return _known[key]
 
 
 def encode(encoder: Callable[[Any], Any], theta: Values, data: Any, indices: Values | None = None) -> tuple[Any, Values]:
