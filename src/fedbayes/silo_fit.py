@@ -214,7 +214,8 @@ def fit_silos(
         raise UserError(f"rounds is {rounds}, but a run has at least one")
     algorithm = silos.plan(algorithm, data, rounds)
     simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
-    for name in simulation.names:
+    for group in simulation.groups:
+        name = simulation.names[group.places[0]]
         wire.check(silos.named(name, wire.manifest, algorithm, simulation.data(name)))
     if start is not None:
         _start_from(simulation, start)
@@ -333,11 +334,11 @@ def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
     z = jnp.zeros(structured.size())
     rows = {}
     for name, (form, arrays) in zip(simulation.names, simulation.parts, strict=True):
-        data = silos.put_together(form, arrays)
-        rows[name] = structured.rows(data)
+        rows[name] = silos.from_shapes(structured.rows, form, arrays)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
-        z_L = {plate: jnp.zeros((structured.plates(data)[plate].size, d)) for plate, (_, d) in structured.blocks(data).items()}
+        plates, blocks = (silos.from_shapes(what, form, arrays) for what in (structured.plates, structured.blocks))
+        z_L = {plate: jnp.zeros((plates[plate].size, d)) for plate, (_, d) in blocks.items()}
         programs.append(jax.make_jaxpr(functools.partial(_log_joint, structured, form))(z, z_L, arrays))
     return {
         "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},

@@ -111,13 +111,12 @@ class SiloSimulation:
         everyone = self.cohort == len(silos) and not in_turn
         self.compiled = not loop and (everyone or len(self.groups) == 1) and not (in_turn and len(self.groups) > 1)
         server_key, local_key = keys.of_start(seed)
-        first = put_together(*self.parts[0])
-        self.state = _strong(named(self.names[0], algorithm.init_server, server_key, first))
-        fresh = [
-            named(name, algorithm.init_local, local_key, put_together(*part))
-            for name, part in zip(self.names, self.parts, strict=True)
-        ]
-        self.states = [_strong(_stack([fresh[place] for place in group.places])) for group in self.groups]
+        self.state = named(self.names[0], _init_server, algorithm, self.parts[0][0], server_key, self.parts[0][1])
+        self.states = []
+        for group in self.groups:
+            name, arrays = self.names[group.places[0]], self.parts[group.places[0]][1]
+            fresh = named(name, _init_local, algorithm, group.form, local_key, arrays)
+            self.states.append(_stack([fresh] * len(group.places)))
         self.local = SiloStates(self)
         self._pace = 1
 
@@ -257,10 +256,10 @@ def plan(algorithm: AnyAlgorithm, silos: Mapping[str, Any], rounds: int) -> AnyA
         )
     total = 0
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, part in zip(silos, read(silos), strict=True):
-        data = put_together(*part)
-        total += named(name, structured.rows, data)
-        for theta, value in named(name, structured.theta, data).items():
+    for name, (form, arrays) in zip(silos, read(silos), strict=True):
+        total += named(name, from_shapes, structured.rows, form, arrays)
+        thetas = named(name, jax.eval_shape, lambda given, form=form: structured.theta(put_together(form, given)), arrays)
+        for theta, value in thetas.items():
             first, shape = shapes.setdefault(theta, (name, value.shape))
             if shape != value.shape:
                 raise UserError(
@@ -268,6 +267,13 @@ def plan(algorithm: AnyAlgorithm, silos: Mapping[str, Any], rounds: int) -> AnyA
                     "shared; make its shape the same for all"
                 )
     return algorithm.planned(rounds, silos=len(silos), rows=total)
+
+
+def from_shapes(function: Callable[[Any], Any], form: Form, arrays: tuple[Array, ...]) -> Any:
+    """What `function` says of a silo's data from its shapes, without computing anything."""
+    found = []
+    jax.eval_shape(lambda given: found.append(function(put_together(form, given))), arrays)
+    return found[0]
 
 
 def named(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -288,6 +294,16 @@ def _groups(parts: list[tuple[Form, tuple[Array, ...]]]) -> list[Group]:
 def _strong(tree: Any) -> Any:
     """Arrays without weak types: else what comes out of a round has another type than what went in, and compiles again."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), tree)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init_server(algorithm: Any, form: Form, key: Any, arrays: tuple[Array, ...]) -> Any:
+    return _strong(algorithm.init_server(key, put_together(form, arrays)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init_local(algorithm: AnyAlgorithm, form: Form, key: Any, arrays: tuple[Array, ...]) -> Any:
+    return _strong(algorithm.init_local(key, put_together(form, arrays)))
 
 
 def _stack(rows: Sequence[Any]) -> Any:

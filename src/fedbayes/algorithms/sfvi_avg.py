@@ -129,7 +129,8 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The mean of the θ_j and the barycentre of the q_j(Z_G)."""
-        if up.scale is not None:
+        if up.covariances is None:
+            assert up.scale is not None
             eta = gaussian.Global(up.mean, jnp.log(up.scale), None)
         else:
             eta = gaussian.barycentre(up.mean, up.covariances)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST = 24
 """Numbers whose marginals are drawn."""
+STYLES = ("-", "--", "-.", ":")
 COLOURS = ("#1f4e79", "#c0504d", "#7f7f7f", "#4f9d69", "#8064a2", "#e08e2b")
 
 
@@ -31,12 +31,13 @@ def write_pictures(fit: SiloFit, folder: Path) -> None:
 def bound_figure(fit: SiloFit) -> Figure:
     """The bound over rounds; the axis begins where the last nine tenths lie, so that the end can be seen."""
     rounds, bound = np.array([entry["round"] for entry in fit.history]), fit.bound
-    figure = _figure(7, 3.6)
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rounds, bound, color=COLOURS[0], linewidth=1.5)
     tail = bound[len(bound) // 10 :]
     if len(tail) > 1 and np.ptp(tail) > 0:
         axes.set_ylim(tail.min() - 0.05 * np.ptp(tail), tail.max() + 0.1 * np.ptp(tail))
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("round")
     axes.set_ylabel("bound on log p(y)")
     axes.set_title(f"{fit.result['algorithm']} over {len(fit.simulation.names)} silos", loc="left", fontsize=10)
@@ -48,21 +49,23 @@ def marginals(methods: dict[str, dict[str, Any]], columns: int = 3) -> Figure:
     names = list(dict.fromkeys(name for draws in methods.values() for name in draws))
     columns = min(columns, len(names))
     lines = -(-len(names) // columns)
-    figure = _figure(2.9 * columns, 2.1 * lines + 0.5)
+    figure = Figure(figsize=(2.9 * columns, 2.1 * lines + 0.2 * len(methods)), layout="constrained")
     for place, name in enumerate(names):
         axes = figure.add_subplot(lines, columns, place + 1)
-        for colour, (method, draws) in zip(COLOURS * 3, methods.items(), strict=False):
+        for number, (method, draws) in enumerate(methods.items()):
             if name in draws:
                 grid, density = smooth(np.asarray(draws[name], float))
-                axes.plot(
-                    grid, density, color=colour, linewidth=1.6, label=method, linestyle="--" if colour == COLOURS[2] else "-"
-                )
+                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
+                axes.plot(grid, density, linewidth=1.6, label=method, **style)
+                if number == 0:  # what the others are held against
+                    axes.fill_between(grid, density, color=style["color"], alpha=0.15, linewidth=0)
         axes.set_title(name, fontsize=10)
         axes.set_yticks([])
+        axes.spines[["left", "top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     if len(methods) > 1:
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False, fontsize=9)
     return figure
 
 
@@ -81,8 +84,3 @@ def smooth(draws: np.ndarray, points: int = 300) -> tuple[np.ndarray, np.ndarray
     counts = np.histogram(draws, edges)[0] / len(draws)
     offsets = (np.arange(points)[:, None] - np.arange(points)) * (grid[1] - grid[0]) / width
     return grid, (np.exp(-0.5 * offsets**2) / (width * np.sqrt(2 * np.pi))) @ counts
-
-
-def _figure(width: float, height: float) -> Figure:
-    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        return Figure(figsize=(width, height), layout="constrained")
