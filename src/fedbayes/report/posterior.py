@@ -55,7 +55,7 @@ def marginals(methods: dict[str, dict[str, Any]], columns: int = 3) -> Figure:
         for number, (method, draws) in enumerate(methods.items()):
             if name in draws:
                 grid, density = smooth(np.asarray(draws[name], float))
-                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
+                style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
                 axes.plot(grid, density, linewidth=1.6, label=method, **style)
                 if number == 0:  # what the others are held against
                     axes.fill_between(grid, density, color=style["color"], alpha=0.15, linewidth=0)
