@@ -54,7 +54,7 @@ def init_local(blocks: int, d: int, n: int, scale: float, *, dense: bool, couple
 
 def draw_global(q: Global, noise: Float[Array, " n"]) -> Float[Array, " n"]:
     """Z_G from ε_G."""
-    mixed = noise if q.lower is None else noise + jnp.tril(q.lower, -1) @ noise
+    mixed = noise if q.lower is None else noise + _apply(jnp.tril(q.lower, -1), noise)
     return q.mean + jnp.exp(q.log_scale) * mixed
 
 
@@ -151,8 +151,13 @@ def barycentre(mean: Float[Array, " n"], covariances: Float[Array, "j n n"]) -> 
 
 
 def _conditional(q: Local, offset: Float[Array, " n"]) -> tuple[Float[Array, "blocks d"], Float[Array, "blocks d"]]:
-    mean = q.mean if q.C is None else q.mean + q.C @ offset
-    return mean, q.log_scale if q.D is None else q.log_scale + q.D @ offset
+    mean = q.mean if q.C is None else q.mean + _apply(q.C, offset)
+    return mean, q.log_scale if q.D is None else q.log_scale + _apply(q.D, offset)
+
+
+def _apply(matrix: Float[Array, "*b n"], vector: Float[Array, " n"]) -> Float[Array, " *b"]:
+    """A matrix times a vector as a sum, which XLA fuses with what is around it; a call for so small a product costs more."""
+    return jnp.sum(matrix * jnp.broadcast_to(vector, matrix.shape), axis=-1)
 
 
 def _unit(lower: Float[Array, "*b d d"]) -> Float[Array, "*b d d"]:

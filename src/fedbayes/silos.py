@@ -341,8 +341,7 @@ def _stretch(
 
     def iteration(number: Any, carry: Any) -> Any:
         server, states, bounds = carry
-        for_broadcast, for_server, for_silos = all_keys[number, 0], all_keys[number, 1], all_keys[number, 2:]
-        down = algorithm.broadcast(for_broadcast, server)
+        down = algorithm.broadcast(all_keys[number, 0], server)
         partial, stacks, after = None, [], []
         for (form, places), own, content in zip(layout, states, arrays, strict=True):
             rows = jnp.arange(len(places)) if taking is None else taking[number]
@@ -353,18 +352,18 @@ def _stretch(
                 return algorithm.client(key, down, own, put_together(form, content))
 
             if len(places) == 1:
-                up, new = one(for_silos[places[0]], *chosen)
+                up, new = one(all_keys[number, 2 + places[0]], *chosen)
                 ups = jax.tree.map(lambda leaf: leaf[None], up)
             else:
-                ups, new = each(one, rows.size)(for_silos[jnp.asarray(places)[rows]], *chosen)
+                ups, new = each(one, rows.size)(all_keys[number, 2 + jnp.asarray(places)[rows]], *chosen)
             partial = reduce.add(reduce.empty(_first(ups)) if partial is None else partial, ups, jnp.ones(rows.size))
             stacks.append(reduce.stacked(ups))
             after.append(new if everyone else jax.tree.map(lambda leaf, x, rows=rows: leaf.at[rows].set(x), own, new))
         assert partial is not None
         stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
         up = reduce.finish(up_of(algorithm), partial, stacked)
-        server = algorithm.server(for_server, server, down, up)
-        return server, after, bounds.at[number].set(server.bound)
+        server = algorithm.server(all_keys[number, 1], server, down, up)
+        return server, after, jax.lax.dynamic_update_index_in_dim(bounds, server.bound, number, 0)
 
     server, states, bounds = jax.lax.fori_loop(0, count, iteration, (server, states, jnp.zeros(STRETCH)))
     return (
