@@ -340,6 +340,21 @@ def test_k_hat_tells_a_q_that_is_too_narrow():
     assert fit.khat() > 0.7
 
 
+def test_importance_weights_mend_what_the_family_misses():
+    """Without coupling q is a fifth too narrow; resampled by its weights it is right."""
+    family = Family(coupled=False, draws=4)
+    fit = simulate(SFVI(population, silo, family=family, lr=0.05, decay=1e-2), partition(5, 7), 1500)
+    assert deviation(fit.shared.eta) < 0.85 * DEVIATION
+    mended = np.asarray(fit.posterior(8000, corrected=True).posterior["mean"])
+    assert mended.std() == pytest.approx(DEVIATION, rel=0.04)
+    assert mended.mean() == pytest.approx(MEAN, abs=0.06 * DEVIATION)
+    state = fit.simulation.state
+    far = state.shared.eta._replace(mean=state.shared.eta.mean + 2.0)
+    fit.simulation.state = state._replace(shared=state.shared._replace(eta=far))
+    with pytest.raises(UserError, match="the weights of q's draws cannot be trusted"):
+        fit.posterior(corrected=True)
+
+
 class Stop(Exception):
     pass
 

@@ -71,13 +71,26 @@ class SiloFit:
 
     def draws(self, count: int = 1000, seed: int = 0) -> dict[str, Array]:
         """Draws from q(Z_G), as the population's sites have it: (count, …) for each."""
-        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
-        z = _global_draws(self.shared.eta, count, seed)
-        return jax.jit(jax.vmap(structured.global_values))(z)
+        return self._sites(_global_draws(self.shared.eta, count, seed))
 
-    def posterior(self, draws: int = 1000, seed: int = 0) -> az.InferenceData:
-        """The posterior of what all silos share, for ArviZ."""
-        return _inference_data({"posterior": self.draws(draws, seed)})
+    def _sites(self, z: Float[Array, "s n"]) -> dict[str, Array]:
+        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
+        values = jax.jit(jax.vmap(structured.global_values))(z)
+        return {latent.name: values[latent.name] for latent in structured.global_latents()}
+
+    def posterior(self, draws: int = 1000, seed: int = 0, *, corrected: bool = False) -> az.InferenceData:
+        """The posterior of what all silos share, for ArviZ.
+
+        `corrected` resamples draws from q by their importance weights, for which each silo is asked once more (see `diagnose`);
+        where k̂ is below 0.7 this mends what the family of q misses.
+        """
+        if not corrected:
+            return _inference_data({"posterior": self.draws(draws, seed)})
+        z, weights, khat = self._weighed(4 * draws, 100, seed)
+        if not khat < 0.7:
+            raise UserError(f"k̂ is {khat:.2f}: the weights of q's draws cannot be trusted above 0.7; fit longer or more richly")
+        chosen = np.random.default_rng(seed).choice(len(weights), draws, p=weights)
+        return _inference_data({"posterior": self._sites(z[chosen])})
 
     def local_posterior(self, silo: str, draws: int = 1000, seed: int = 0) -> az.InferenceData:
         """A silo's own posterior, computed where its data is: its latents and the global ones that they were drawn with.
@@ -152,12 +165,18 @@ class SiloFit:
         the sum over silos is needed. The effective share `ess` is 1 where q is the posterior. A k̂ above 0.7 says that the
         posterior has heavier tails than q.
         """
+        _, weights, khat = self._weighed(draws, inner, seed)
+        return {"khat": khat, "ess": float(1 / np.sum(weights**2) / draws)}
+
+    def _weighed(self, draws: int, inner: int, seed: int) -> tuple[Float[Array, "s n"], Float[np.ndarray, " s"], float]:
+        """Draws from q(Z_G), their Pareto-smoothed importance weights, and k̂."""
         z = _global_draws(self.shared.eta, draws, seed)
         ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(jax.vmap(_log_q(self.shared.eta))(z))
         if not np.isfinite(ratios).all():
-            return {"khat": math.inf, "ess": 0.0}
-        weights, khat = quietly("arviz").psislw(ratios.astype(float))
-        return {"khat": float(khat), "ess": float(1 / np.sum(np.exp(2 * weights)) / draws)}
+            return z, np.eye(1, draws)[0], math.inf
+        smoothed, khat = quietly("arviz").psislw(ratios.astype(float))
+        weights = np.exp(np.asarray(smoothed))
+        return z, weights / weights.sum(), float(khat)
 
     def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
