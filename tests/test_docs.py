@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ import fedbayes as fb
 from fedbayes import wire
 from fedbayes.algorithms import REGISTRY
 from fedbayes.cli import COMMANDS, main
+from fedbayes.commands import fit as fit_command
 from fedbayes.commands.options import DataOptions, RunOptions
 from fedbayes.commands.run import Options
 from fedbayes.models import Normal, mlp
 from fedbayes.stances import assess
+from fedbayes.trees import other_peoples_code
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = "# not run"
@@ -60,10 +63,49 @@ def test_python_runs(page):
         exec(compile(block, page, "exec"), names)
 
 
+def test_the_guide_to_structured_models_runs_and_makes_its_pictures(capsys):
+    """With JAX as a reader has it: NUTS itself does not run with strict promotion. Also what it says of a run's folder."""
+    page, names = "docs/structured-models.md", {"__name__": "page"}
+    with other_peoples_code():
+        for block in blocks(page, "python"):
+            if not block.startswith(NOT_RUN):
+                exec(compile(block, page, "exec"), names)
+    pictures = re.findall(r"\]\(images/([\w-]+\.png)\)", text(page))
+    assert pictures
+    for picture in pictures:
+        assert Path(picture).stat().st_size > 5000
+        assert (ROOT / "docs" / "images" / picture).stat().st_size < 80_000
+    printed = capsys.readouterr().out
+    for sentence in ("faces in silo is discrete, but a latent must be continuous", "('change/precision', (4, 4), 'sum')"):
+        assert sentence in printed
+        assert sentence in text(page)
+    # The figures that the page prints and the claims beside them
+    found, shown = names["fit"].result, blocks(page, "text")[0]
+    for name, figures in found["posterior"].items():
+        mean, sd = map(float, re.search(rf"^{re.escape(name)} +(\S+) +(\S+)", shown, re.MULTILINE).groups())
+        assert figures["mean"] == pytest.approx(mean, abs=0.1 * sd)
+        assert figures["sd"] == pytest.approx(sd, rel=0.1)
+    assert found["ess"] > 0.9 > 0.8 > names["plain"].result["ess"]
+    assert names["plain"].draws(4000)["spread"].std() < 0.75 * names["nuts"]["spread"].std()
+    assert found["posterior"]["spread"]["sd"] == pytest.approx(float(names["nuts"]["spread"].std()), rel=0.15)
+    # The folder of the run
+    section = text(page)[text(page).index("### result.json") : text(page).index("## Forms of data")]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) - {"file"} == set(found)
+    for file in ("config.json", "metrics.jsonl", "result.json", "posterior.nc", "posterior.png", "bound.png"):
+        assert f"`{file}`" in text(page)
+        assert Path("runs/clinics", file).exists()
+
+
 def test_no_page_is_forgotten():
     """Whoever adds a page with Python in it adds it to a test too."""
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text("utf-8")}
-    tested = {"docs/contract.md", "docs/evaluation.md", "docs/add-an-algorithm.md", "docs/your-data.md"}
+    tested = {
+        "docs/contract.md",
+        "docs/evaluation.md",
+        "docs/add-an-algorithm.md",
+        "docs/your-data.md",
+        "docs/structured-models.md",
+    }
     assert pages <= tested
 
 
@@ -83,21 +125,23 @@ class Training(Exception):
     """Instead of training: the command was read, the data is there and the algorithm is built."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/contract.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/contract.md", "docs/structured-models.md"])
 def test_commands_are_understood(page, monkeypatch):
     """Every command of a page, up to the training, which the tests of the command line run."""
     patients()
+    shutil.copytree(ROOT / "examples", "examples", ignore=shutil.ignore_patterns("__pycache__"))
 
     def simulate(algorithm, data, rounds, **options):
         raise Training
 
     monkeypatch.setattr("fedbayes.commands.run.simulate", simulate)
     monkeypatch.setattr("fedbayes.commands.compare.simulate", simulate)
+    monkeypatch.setattr("fedbayes.commands.fit.simulate", simulate)
     lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ fedbayes ")]
     assert lines
     for line in lines:
         arguments = shlex.split(line.removeprefix("$ fedbayes "))
-        if arguments[0] in ("run", "compare"):
+        if arguments[0] in ("run", "compare", "fit"):
             with pytest.raises(Training):
                 main(arguments)
         else:
@@ -108,14 +152,19 @@ def test_pages_name_every_command_option_and_algorithm():
     page, data = text("docs/cli.md"), text("docs/your-data.md")
     for command in COMMANDS:
         assert f"fedbayes {command}" in page
-    for options in (RunOptions, Options):
+    for options in (RunOptions, Options, fit_command.Options):
         for field in dataclasses.fields(options):
             assert field.name in ("data", "settings") or f"--{field.name.replace('_', '-')}`" in page, field.name
     for field in dataclasses.fields(DataOptions):
         option = f"--{field.name.replace('_', '-')}"
         assert option in page + data or field.name == "standardise", option
+    for cls, rounds in fit_command.ROUNDS.items():
+        assert f"{rounds} (`{next(name for name, line in REGISTRY.items() if line[1] == cls)}`)" in page
     for name in REGISTRY:
         assert f"| `{name}` |" in text("README.md")
+    guide = text("docs/structured-models.md")
+    for field in dataclasses.fields(fb.Family):
+        assert f"| `{field.name}` | {field.default} |" in guide
 
 
 def test_schema_of_the_result_is_the_documented_one(clients):
