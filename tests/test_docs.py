@@ -63,6 +63,8 @@ def test_python_runs(page):
         exec(compile(block, page, "exec"), names)
 
 
+# ArviZ calls Matplotlib in a way that Matplotlib will drop.
+@pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping")
 def test_the_guide_to_structured_models_runs_and_makes_its_pictures(capsys):
     """With JAX as a reader has it: NUTS itself does not run with strict promotion. Also what it says of a run's folder."""
     page, names = "docs/structured-models.md", {"__name__": "page"}
