@@ -329,6 +329,15 @@ def test_posteriors_for_arviz_and_a_silo_that_never_trained():
         fit.local_posterior("nowhere")
 
 
+def test_a_factor_is_a_likelihood_without_data():
+    def weighed(mean, data):
+        numpyro.factor("fit", -0.5 * jnp.sum((data["y"] - mean) ** 2) / (0.7**2 + 0.5**2))
+
+    fit = simulate(SFVI(population, weighed, lr=0.05, decay=1e-3), partition(5, 7), 1500)
+    is_exact(fit)
+    assert set(fit.local_posterior("s0", 10).groups()) == {"posterior"}
+
+
 def test_k_hat_tells_a_q_that_is_too_narrow():
     fit = simulate(SFVI(population, silo, lr=0.05, decay=1e-2), partition(5, 7), 1500)
     good = fit.khat()

@@ -171,7 +171,7 @@ class Structured:
     def observed_values(self, data: Any) -> Values:
         """What a silo observes, by site."""
         trace = self._silo_trace(self.everyone(data), self._population_value({}, {}), {}, data)
-        return {name: site["value"] for name, site in trace.items() if _observed(site)}
+        return {name: site["value"] for name, site in trace.items() if _observed(site) and jnp.size(site["value"])}
 
     def theta_values(self, theta: Values, data: Any) -> Values:
         """θ as the model has it; an encoder's parameters are on the real line already."""
@@ -244,6 +244,8 @@ class Structured:
             trace = self._silo_trace({**known, **self.everyone(data)}, given, theta, data, key)
             found = {**self.global_values(z_global), **known}
             for place, (name, site) in enumerate(trace.items()):
+                if _observed(site) and not jnp.size(site["value"]):
+                    continue  # a numpyro.factor, which draws nothing
                 if _observed(site):
                     found[name] = site["fn"].sample(jax.random.fold_in(key, place))
                     found[f"log {name}"] = site["fn"].log_prob(site["value"])
