@@ -61,7 +61,7 @@ def encoder(data):
     hidden = jax.nn.relu(x @ first + numpyro.param("encoder.bias", jnp.zeros(_HIDDEN)))
     mean, width = jnp.split(hidden @ second, 2, axis=1)
     width = width + numpyro.param("encoder.width", jnp.zeros(_TOPICS))
-    mean = _SPREAD * (mean - mean.mean(axis=0)) / (mean.std(axis=0) + 1e-3)
+    mean = _SPREAD * (mean - mean.mean(axis=0)) / jnp.sqrt(mean.var(axis=0) + 1e-6)  # a root of 0 has no gradient
     return {"documents": (mean, jnp.log(_SPREAD) - jax.nn.softplus(width))}
 
 
@@ -129,5 +129,5 @@ def _synthetic(documents=600, words_each=10, topics=4, length=40):
     return counts.astype(np.uint8), np.array([f"{name}{place}" for name in "abcd" for place in range(words_each)])
 
 
-algorithm = fedbayes.SFVIAvg(population, silo, family=fedbayes.Family.mean_field(encoder=encoder), steps=50, decay=1.0)
-rounds = 30
+algorithm = fedbayes.SFVIAvg(population, silo, family=fedbayes.Family.mean_field(encoder=encoder), steps=50)
+rounds = 60

@@ -126,7 +126,7 @@ def test_evidence_with_latents_in_no_plate():
             numpyro.sample("y", dist.Normal(mean + shift, 1.0), obs=data["y"])
 
     model = Structured(population, shifted)
-    eta = Family().init_local(model, DATA)
+    eta = Family().init_local(jax.random.key(0), model, DATA)
     eta[""] = eta[""]._replace(log_scale=jnp.full((1, 1), np.log(0.4)), mean=jnp.full((1, 1), 0.2))
     found = variational.log_evidence(Family(), model, jax.random.key(0), EXACT, eta, DATA, jnp.full((4, 1), 1.0), 800)
     scale = 0.25 * np.ones((12, 12)) + np.eye(12)
@@ -175,9 +175,9 @@ def test_draws_cannot_be_weighed_where_a_site_outside_the_plate_reads_its_latent
         numpyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=data["y"].sum())
 
     model = Structured(population, outside)
-    Family(bound=1).init_local(model, DATA)
+    Family(bound=1).init_local(jax.random.key(0), model, DATA)
     with pytest.raises(UserError, match="a site in no plate depends on latents of plate 'units'"):
-        Family(bound=5).init_local(model, DATA)
+        Family(bound=5).init_local(jax.random.key(0), model, DATA)
 
 
 def test_families_that_are_too_large():
@@ -190,11 +190,20 @@ def test_families_that_are_too_large():
 
     model = Structured(many, rows)
     with pytest.raises(UserError, match=r"a full covariance of 20000 global latents is too large; use Family.mean_field"):
-        Family().init_shared(model, DATA)
+        Family().init_shared(jax.random.key(0), model, DATA)
     with pytest.raises(UserError, match="1 × 20000 local latents cannot depend on 20000 global ones; use coupled=False"):
-        Family(full=False).init_local(model, DATA)
+        Family(full=False).init_local(jax.random.key(0), model, DATA)
     with pytest.raises(UserError, match="20000 local latents in a block are too many for a covariance; use dense=False"):
-        Family(full=False, coupled=False).init_local(model, DATA)
-    eta = Family.mean_field().init_local(model, DATA)
+        Family(full=False, coupled=False).init_local(jax.random.key(0), model, DATA)
+    eta = Family.mean_field().init_local(jax.random.key(0), model, DATA)
     assert eta[""].lower is None
     assert eta[""].C is None
+
+
+def test_means_at_the_start_may_differ_from_each_other_and_not_from_silo_to_silo():
+    family, key = Family(jitter=0.3), jax.random.key(4)
+    first, second = (family.init_local(key, MODEL, data)["units"].mean for data in (DATA, DATA))
+    np.testing.assert_array_equal(first, second)
+    assert 0.1 < float(first.std()) < 0.6
+    assert float(family.init_shared(key, MODEL, DATA).eta.mean[0]) != 0
+    assert float(Family().init_shared(key, MODEL, DATA).eta.mean[0]) == 0

@@ -46,7 +46,7 @@ class Family:
     """Which Gaussians are searched, and with how many draws.
 
     >>> Family.mean_field(bound=5)
-    Family(full=False, coupled=False, dense=False, moving_scale=False, bound=5, draws=1, start=0.1, encoder=None)
+    Family(full=False, coupled=False, dense=False, moving_scale=False, bound=5, draws=1, start=0.1, jitter=0.0, encoder=None)
     """
 
     full: bool = True
@@ -63,6 +63,8 @@ class Family:
     """Monte Carlo samples in a step."""
     start: float = 0.1
     """Standard deviations at the start."""
+    jitter: float = 0.0
+    """Means at the start are drawn with this standard deviation, alike in all silos; hidden units of a network need it."""
     encoder: Callable[[Any], Any] | None = None
     """Amortised inference: a function of the silo's data that gives mean and log-scale for each plate; its params are θ."""
 
@@ -71,17 +73,17 @@ class Family:
         """No correlation at all, for models with many latents."""
         return cls(full=False, coupled=False, dense=False, **options)
 
-    def init_shared(self, structured: Structured, data: Any) -> Shared:
-        """N(0, start² I), and θ as the model has it."""
+    def init_shared(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Shared:
+        """N(0, start² I), or around jittered means, and θ as the model has it."""
         n = structured.size()
         if self.full and n * n > LARGEST:
             raise UserError(f"a full covariance of {n} global latents is too large; use Family.mean_field() or full=False")
         theta = structured.theta(data)
         if self.encoder is not None and data is not None:
             theta = {**theta, **encode(self.encoder, {}, data)[1]}
-        return Shared(gaussian.init_global(n, self.start, full=self.full), theta)
+        return Shared(self._jittered(key, gaussian.init_global(n, self.start, full=self.full)), theta)
 
-    def init_local(self, structured: Structured, data: Any) -> Locals:
+    def init_local(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Locals:
         """η_L for the latents that this silo's data asks for; nothing where they are amortised."""
         n, blocks = structured.size(), structured.blocks(data)
         self._check_bound(structured, blocks, data)
@@ -94,8 +96,11 @@ class Family:
             if self.dense and count * d * d > LARGEST:
                 raise UserError(f"{d} local latents in a block are too many for a covariance; use dense=False")
             options = {"dense": self.dense, "coupled": self.coupled, "moving_scale": self.moving_scale}
-            found[name] = gaussian.init_local(count, d, n, self.start, **options)
+            found[name] = self._jittered(key, gaussian.init_local(count, d, n, self.start, **options))
         return found
+
+    def _jittered(self, key: PRNGKeyArray, q: Any) -> Any:
+        return q._replace(mean=self.jitter * jax.random.normal(key, q.mean.shape)) if self.jitter else q
 
     def _check_bound(self, structured: Structured, blocks: dict[str, tuple[int, int]], data: Any) -> None:
         """With K draws, a plate's terms may depend on no other plate's latents: the bound treats each plate on its own."""

@@ -111,7 +111,7 @@ class PVI(Algorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
         """No factor, and the prior's moments for its own; the search starts at N(0, start² I)."""
-        shared = self.family.init_shared(self.structured, data)
+        shared = self.family.init_shared(key, self.structured, data)
         if shared.theta:
             raise UserError(f"PVI has no θ, but the model has {', '.join(shared.theta)}; give it a prior, or use SFVI")
         if self.rounds is None:
@@ -125,7 +125,7 @@ class PVI(Algorithm[Server, Local, Down, Up]):
         """η_L for the latents that this silo's data asks for, and t_j = 1."""
         n = self.structured.size()
         one = Natural(jnp.zeros(n), jnp.zeros((n, n)))
-        return Local(self.family.init_local(self.structured, data), jnp.zeros(n), one, one, jnp.int32(0))
+        return Local(self.family.init_local(key, self.structured, data), jnp.zeros(n), one, one, jnp.int32(0))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """q, and what the silos need to know of their last changes."""

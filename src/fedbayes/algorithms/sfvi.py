@@ -86,12 +86,12 @@ class SFVI(Algorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
         """N(0, start² I), and θ as the model has it; where only `silo` names a θ, the data of any silo tells it."""
-        shared = self.family.init_shared(self.structured, data)
+        shared = self.family.init_shared(key, self.structured, data)
         return Server(shared, self._adam().init(shared), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """η_L for the latents that this silo's data asks for."""
-        eta = self.family.init_local(self.structured, data)
+        eta = self.family.init_local(key, self.structured, data)
         return Local(eta, self._adam().init(eta))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:

@@ -86,11 +86,11 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
         """N(0, start² I), and θ as the model has it; where only `silo` names a θ, the data of any silo tells it."""
-        return Server(self.family.init_shared(self.structured, data), jnp.zeros(()))
+        return Server(self.family.init_shared(key, self.structured, data), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """η_L for the latents that this silo's data asks for."""
-        eta, shared = self.family.init_local(self.structured, data), self.family.init_shared(self.structured, data)
+        eta, shared = self.family.init_local(key, self.structured, data), self.family.init_shared(key, self.structured, data)
         return Local(eta, shared.eta.mean, self._adam().init((shared, eta)))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
