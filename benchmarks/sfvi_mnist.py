@@ -3,7 +3,7 @@
     FEDBAYES_DATA=... python benchmarks/sfvi_mnist.py                        both tables, seeds 0, 1, 2
     FEDBAYES_DATA=... python benchmarks/sfvi_mnist.py s1 --seeds 0           one table, one seed
     FEDBAYES_DATA=... python benchmarks/sfvi_mnist.py 1 --only fedpop-sfvi-10 --set rounds=200 --out /tmp/quick.jsonl
-    FEDBAYES_DATA=... python benchmarks/sfvi_mnist.py --page docs/results/sfvi-mnist.md --table
+    FEDBAYES_DATA=... python benchmarks/sfvi_mnist.py --page docs/results/sfvi.md --table
 
 The models are examples/hierarchical_bnn.py, examples/fedpop.py and examples/multinomial.py. A seed is that of the partition and
 of everything random in the fit. Each run is a line of the file --out; what is there is not run again.

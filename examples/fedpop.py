@@ -79,5 +79,5 @@ def _images():
     return digits.data.astype(np.float32) / 16, digits.target.astype(np.int32)
 
 
-algorithm = fedbayes.SFVI(population, silo, family=fedbayes.Family.mean_field(start=0.05))
+algorithm = fedbayes.SFVI(population, silo, family=fedbayes.Family.mean_field(start=0.05, jitter=0.1))
 rounds = 1000
