@@ -178,7 +178,7 @@ def iterates(steps=20):
     """How far SFVI over 2 and 5 silos moves from SFVI over one, with the same noise."""
     found = {}
     for counts in ((12,), (5, 7), (1, 2, 3, 4, 2)):
-        algorithm = SFVI(population, silo, family=Family(moving_scale=True, bound=3), lr=0.02, decay=1.0)
+        algorithm = SFVI(population, silo, family=Family(moving_scale=True), lr=0.02, decay=1.0)
         parts, edges = [part["y"].astype(float) for part in partition(*counts).values()], np.cumsum((0, *counts))
         data = [{"y": jnp.asarray(part)} for part in parts]
         whole = {"y": jnp.asarray(np.concatenate(parts))}
@@ -301,6 +301,8 @@ def test_sfvi_starts_where_sfvi_avg_ended():
     fit = simulate(SFVI(population, silo, lr=1e-6), data, 1, start=first)
     assert_close(fit.shared.eta, first.shared.eta, 1e-4)
     assert_close(fit.simulation.own("s1").eta, first._eta("s1"), 1e-4)
+    again = simulate(SFVIAvg(population, silo, steps=1, lr=1e-9), data, 1, start=first)
+    assert_close(again.simulation.own("s1").eta, first._eta("s1"), 1e-4)  # not centred a second time
     with pytest.raises(UserError, match="a fit to start from must be of the same silos"):
         simulate(SFVI(population, silo), {"other": {"y": Y}}, 1, start=first)
     with pytest.raises(UserError, match="PVI cannot start from another method's fit; SFVI can"):
@@ -325,6 +327,8 @@ def test_posteriors_for_arviz_and_a_silo_that_never_trained():
     own = np.asarray(grown.local_posterior("new", 4000).posterior["effect"][0])
     np.testing.assert_allclose(own.mean(axis=0), WEIGHT * Y[:3] + (1 - WEIGHT) * MEAN, atol=0.05)
     assert_same(grown.shared, fit.shared)
+    with pytest.raises(UserError, match="there is a silo 's0' already; give the new one another name"):
+        fit.adapt("s0", {"y": Y[:3]})
     with pytest.raises(UserError, match="there is no silo 'nowhere'; there are s0, s1"):
         fit.local_posterior("nowhere")
 
@@ -362,6 +366,18 @@ def test_importance_weights_mend_what_the_family_misses():
     fit.simulation.state = state._replace(shared=state.shared._replace(eta=far))
     with pytest.raises(UserError, match="the weights of q's draws cannot be trusted"):
         fit.posterior(corrected=True)
+
+
+def test_no_diagnosis_where_plates_cannot_be_weighed_on_their_own():
+    def outside(mean, data):
+        with numpyro.plate("units", 5):
+            effect = numpyro.sample("effect", dist.Normal(mean, 1.0))
+        numpyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=data["y"].sum())
+
+    fit = simulate(SFVI(population, outside), {"a": {"y": Y}}, 3)
+    assert fit.result["khat"] is None
+    with pytest.raises(UserError, match="a site in no plate depends on latents of plate 'units', so draws cannot be weighed"):
+        fit.diagnose()
 
 
 class Stop(Exception):
@@ -424,6 +440,14 @@ REFUSED = {
         SFVI(population, silo), partition(5, 7), 3, cohort=1, in_turn=True
     ),
     "seed is -1, but a seed is not negative": lambda: simulate(SFVI(population, silo), partition(12), 3, seed=-1),
+    "the parameter extra is only in silo 's1'; name it in population": lambda: simulate(
+        SFVI(population, extra_parameter), partition(5, 7), 3
+    ),
+    "silo 's0': encoder gives units a mean of shape (5, 1) and a log-scale of shape (5, 2)": lambda: simulate(
+        SFVI(population, silo, family=Family(encoder=lambda data: {"units": (jnp.zeros((5, 1)), jnp.zeros((5, 2)))})),
+        partition(5, 7),
+        3,
+    ),
     "PVI needs a full covariance": lambda: PVI(population, silo, family=Family.mean_field()),
     "the parameter w has shape (5,) in silo 's0' and (7,) in silo 's1', but it is shared": lambda: simulate(
         SFVI(population, shaped_by_data), partition(5, 7), 3
@@ -431,6 +455,11 @@ REFUSED = {
     "the bound is not finite in round": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9),
     "silo 's0': its numbers are not finite": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9, loop=True),
 }
+
+
+def extra_parameter(mean, data):
+    more = numpyro.param("extra", 0.0) if data["y"].shape[0] == 7 else 0.0
+    numpyro.sample("y", dist.Normal(mean + more, 1.0), obs=data["y"])
 
 
 def shaped_by_data(mean, data):

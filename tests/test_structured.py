@@ -212,6 +212,15 @@ def test_a_latent_in_an_inner_plate_that_is_subsampled():
     refuses(mixed_population, silo, "b in silo is a latent in an inner plate that is subsampled; give it its full size")
 
 
+def test_a_population_that_subsamples():
+    def population():
+        with numpyro.plate("g", 10, subsample_size=3):
+            return numpyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(UserError, match="w in population is a latent in a plate that is subsampled; give it its full size"):
+        Structured(population, no_plate).size()
+
+
 def test_data_that_lacks_what_the_model_reads():
     def silo(population, data):
         numpyro.sample("y", dist.Normal(data["x"], 1.0), obs=data["y"])

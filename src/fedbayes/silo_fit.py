@@ -21,6 +21,7 @@ from fedbayes.cohort import AnyAlgorithm
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Latent, Values, numbers
 from fedbayes.runs import SCHEMA, Run, describe, digest_of_programs, read_json
+from fedbayes.silo_text import table
 from fedbayes.silos import SiloSimulation
 from fedbayes.simulator import Diverged
 from fedbayes.trees import quietly
@@ -143,6 +144,8 @@ class SiloFit:
     def adapt(self, name: str, data: Any, seed: int = 0) -> SiloFit:
         """This fit with one silo more, which did not train: it fits its own latents to its data and changes nothing else."""
         simulation, algorithm = self.simulation, self.simulation.algorithm
+        if name in simulation.names:
+            raise UserError(f"there is a silo {name!r} already; give the new one another name")
         old = {silo: simulation.data(silo) for silo in simulation.names}
         grown = SiloSimulation(algorithm, {**old, name: data}, seed=simulation.seed)
         grown.state, grown.round = simulation.state, simulation.round
@@ -180,6 +183,8 @@ class SiloFit:
 
     def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
+        if why := _inseparable(self.simulation):
+            raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
         algorithm = self.simulation.algorithm
         family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
         total = jax.jit(jax.vmap(lambda z: structured.log_population(self.shared.theta, z)))(z)
@@ -289,30 +294,6 @@ def fit_silos(
     return fit
 
 
-def table(result: dict[str, Any]) -> str:
-    """The figures of a fit as text."""
-    lines = [f"{'':24}{'mean':>10}{'sd':>10}{'5 %':>10}{'95 %':>10}"]
-    for name, figures in result["posterior"].items():
-        lines.append(f"{name:24}" + "".join(f"{figures[key]:10.3f}" for key in ("mean", "sd", "5%", "95%")))
-    for name, value in result["theta"].items():
-        lines.append(f"{name:24}{value:10.3f}    (a parameter: no posterior)")
-    return "\n".join([*lines, verdict(result)])
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """The bound, and how far the posterior can be relied on, in a sentence."""
-    bound, khat, ess = f"bound {result['bound']:.2f}", result["khat"], result["ess"]
-    if khat is None:
-        return bound
-    if ess > 0.8:
-        words = "q is close to the posterior" + (", but for its far tails" if khat > 0.7 else "")
-    else:
-        words = (
-            "q misses part of the posterior" if khat <= 0.7 else "q is not the posterior: fit longer, or with a richer family"
-        )
-    return f"{bound}; importance weights: k̂ {khat:.2f}, effective share {100 * ess:.0f} %: {words}"
-
-
 def _figures(fit: SiloFit) -> dict[str, Any]:
     """The posterior of each number that silos share, up to a few hundred of them, the bound and k̂."""
     posterior = {}
@@ -320,7 +301,7 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
         low, high = np.quantile(value, [0.05, 0.95])
         posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
-    small = fit.shared.eta.mean.size <= LARGEST
+    small = fit.shared.eta.mean.size <= LARGEST and not _inseparable(fit.simulation)
     found = fit.diagnose() if small else {"khat": math.inf, "ess": 0.0}
     last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
     return {
@@ -343,7 +324,8 @@ def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
         raise UserError("a fit to start from must have the same model and family")
     simulation.state = simulation.state._replace(shared=start.shared)
     for name in simulation.names:
-        simulation.put(name, simulation.own(name)._replace(eta=start._eta(name)))
+        own = simulation.own(name)._replace(eta=start._eta(name))
+        simulation.put(name, own._replace(centre=start.shared.eta.mean) if hasattr(own, "centre") else own)
 
 
 def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
@@ -363,6 +345,14 @@ def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
         "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},
         "model": digest_of_programs(*programs),
     }
+
+
+def _inseparable(simulation: SiloSimulation) -> str:
+    structured = simulation.algorithm.structured  # type: ignore[attr-defined]
+    check = functools.partial(variational.inseparable, structured)
+    return next(
+        (why for g in simulation.groups if (why := silos.from_shapes(check, g.form, simulation.parts[g.places[0]][1]))), ""
+    )
 
 
 def _log_joint(structured: Any, form: Any, z: Any, z_L: Any, arrays: Any) -> Any:

@@ -266,6 +266,10 @@ def plan(algorithm: AnyAlgorithm, silos: Mapping[str, Any], rounds: int) -> AnyA
                     f"the parameter {theta} has shape {shape} in silo {first!r} and {value.shape} in silo {name!r}, but it is "
                     "shared; make its shape the same for all"
                 )
+        if missing := [theta for theta in shapes if theta not in thetas]:
+            raise UserError(f"the parameter {missing[0]} is not in silo {name!r}; name it in population, which all silos share")
+        if new := [theta for theta in thetas if shapes[theta][0] == name != next(iter(silos))]:
+            raise UserError(f"the parameter {new[0]} is only in silo {name!r}; name it in population, which all silos share")
     return algorithm.planned(rounds, silos=len(silos), rows=total)
 
 

@@ -103,23 +103,10 @@ class Family:
         return q._replace(mean=self.jitter * jax.random.normal(key, q.mean.shape)) if self.jitter else q
 
     def _check_bound(self, structured: Structured, blocks: dict[str, tuple[int, int]], data: Any) -> None:
-        """With K draws, a plate's terms may depend on no other plate's latents: the bound treats each plate on its own."""
-        if self.bound == 1:
-            return
-        plates = structured.plates(data)
-        shapes = {name: jax.ShapeDtypeStruct((plates[name].size, d), jnp.zeros(0).dtype) for name, (_, d) in blocks.items()}
-        z_G = jax.ShapeDtypeStruct((structured.size(),), jnp.zeros(0).dtype)
-        theta = structured.theta(data)
-        terms = lambda z_G, z_L: structured.log_silo(theta, z_G, z_L, data)  # noqa: E731
-        found = jax.eval_shape(terms, z_G, shapes)
-        for name, flow in zip(sorted(found), provenance.trace(terms, {"z_G": z_G, "z": shapes}), strict=True):
-            others = {place.partition("/")[2] for place in flow.depends if place.startswith("z/")} - {name, ""}
-            if others:
-                where = f"plate {name!r}" if name else "no plate"
-                raise UserError(
-                    f"a site in {where} depends on latents of plate {sorted(others)[0]!r}, so draws cannot be weighed element "
-                    "by element; put that site into the plate, or use bound=1"
-                )
+        if self.bound > 1 and (why := inseparable(structured, data)):
+            raise UserError(
+                f"{why}, so draws cannot be weighed element by element; put that site into the plate, or use bound=1"
+            )
 
     def noise(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Noise:
         """ε_L for every Monte Carlo sample and importance draw; latents in no plate are drawn once a sample."""
@@ -137,6 +124,15 @@ class Family:
         if self.encoder is not None:
             given, _ = encode(self.encoder, theta, data, indices)
             eta = {name: gaussian.Local(mean, log_scale, None, None, None) for name, (mean, log_scale) in given.items()}
+            for name, (mean, log_scale) in given.items():
+                if name in (found := structured.blocks(data)) and not mean.shape == log_scale.shape == (
+                    len(mean),
+                    found[name][1],
+                ):
+                    raise UserError(
+                        f"encoder gives {name} a mean of shape {mean.shape} and a log-scale of shape {log_scale.shape}, but "
+                        f"both must have {found[name][1]} columns, one for each number of an element"
+                    )
             expected = structured.blocks(data)
             if eta.keys() != expected.keys():
                 raise UserError(
@@ -149,6 +145,24 @@ class Family:
             whole = q.mean.shape[0] == sizes[name].total and name in indices
             chosen[name] = jax.tree.map(lambda leaf, name=name: leaf[indices[name]], q) if whole else q
         return chosen
+
+
+def inseparable(structured: Structured, data: Any) -> str:
+    """Why draws cannot be weighed plate by plate, if so: a site that reads the latents of a plate it does not lie in."""
+    plates, real = structured.plates(data), jnp.zeros(0).dtype
+    shapes = {name: jax.ShapeDtypeStruct((plates[name].size, d), real) for name, (_, d) in structured.blocks(data).items()}
+    z_G, theta = jax.ShapeDtypeStruct((structured.size(),), real), structured.theta(data)
+
+    def terms(z_G: Any, z_L: Any) -> Any:
+        return structured.log_silo(theta, z_G, z_L, data)
+
+    found = jax.eval_shape(terms, z_G, shapes)
+    for name, flow in zip(sorted(found), provenance.trace(terms, {"z_G": z_G, "z": shapes}), strict=True):
+        others = {place.partition("/")[2] for place in flow.depends if place.startswith("z/")} - {name, ""}
+        if others:
+            where = f"plate {name!r}" if name else "no plate"
+            return f"a site in {where} depends on latents of plate {sorted(others)[0]!r}"
+    return ""
 
 
 def silo_gradient(

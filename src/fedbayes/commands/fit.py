@@ -18,7 +18,8 @@ from fedbayes.commands.display import progress_bar, show
 from fedbayes.commands.options import parse
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
-from fedbayes.silo_fit import SiloFit, verdict
+from fedbayes.silo_fit import SiloFit
+from fedbayes.silo_text import verdict
 
 NEEDED = ("population", "silo", "silos")
 ROUNDS = {"SFVI": 5000, "SFVIAvg": 50, "PVI": 20}
@@ -168,7 +169,8 @@ def _default(module: ModuleType, name: str | None) -> Any:
         return dataclasses.replace(own, rounds=rounds)
     cls = find(name or "sfvi", "silos")
     family = {} if own is None else {"family": own.family}
-    return cls(module.population, module.silo, rounds=ROUNDS[cls.__name__], **family)
+    rounds = (getattr(module, "rounds", None) if own is None else None) or ROUNDS[cls.__name__]
+    return cls(module.population, module.silo, rounds=rounds, **family)
 
 
 def _silos(module: ModuleType, path: Path) -> Mapping[str, Any]:

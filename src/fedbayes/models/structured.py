@@ -148,25 +148,28 @@ class Structured:
             self.local_latents(data)  # which says what is wrong with the silo
             trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
             sites = [(_plate(trace, site), jnp.shape(site["value"])) for site in trace.values() if _observed(site)]
-            return max(plate.total if plate.name else (*shape, 1)[0] for plate, shape in sites)
+            return max(1, *(plate.total if plate.name else (*shape, 1)[0] for plate, shape in sites))
 
         return _remember(self, "rows", data, find)
 
     def subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         """Which elements a subsampled plate evaluates, by plate."""
-        if not _remember(self, "subsampled", data, lambda: bool(self._subsample(key, data))):
+        if not (sizes := self._subsampled(data)):
             return {}
-        return self._subsample(key, data)
-
-    def _subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         trace = self._silo_trace({}, self._population_value({}, {}), {}, data, key)
-        plates = (site for site in trace.values() if site["type"] == "plate")
-        return {site["name"]: site["value"] for site in plates if site["args"][1] not in (None, site["args"][0])}
+        return {name: trace[name]["value"] for name in sizes}
 
     def everyone(self, data: Any) -> dict[str, Int[Array, " total"]]:
         """All elements of the plates that are subsampled, for `indices`."""
-        sizes = {name: plate.total for name, plate in self.plates(data).items() if plate.size != plate.total}
-        return {name: jnp.arange(total) for name, total in sizes.items()}
+        return {name: jnp.arange(total) for name, total in self._subsampled(data).items()}
+
+    def _subsampled(self, data: Any) -> dict[str, int]:
+        def find() -> dict[str, int]:
+            trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
+            plates = (site for site in trace.values() if site["type"] == "plate")
+            return {site["name"]: int(site["args"][0]) for site in plates if site["args"][1] not in (None, site["args"][0])}
+
+        return _remember(self, "subsampled", data, find)
 
     def observed_values(self, data: Any) -> Values:
         """What a silo observes, by site."""
@@ -241,7 +244,8 @@ class Structured:
         """
         with other_peoples_code():
             given = self._population_value(self.global_values(z_global), theta)
-            trace = self._silo_trace({**known, **self.everyone(data)}, given, theta, data, key)
+            for_latents, key = jax.random.split(key)
+            trace = self._silo_trace({**known, **self.everyone(data)}, given, theta, data, for_latents)
             found = {**self.global_values(z_global), **known}
             for place, (name, site) in enumerate(trace.items()):
                 if _observed(site) and not jnp.size(site["value"]):
@@ -344,6 +348,8 @@ def _latents(trace: Any, where: str, plates: Container[str] | None = None) -> li
             raise UserError(f"{name} in {where} is discrete, but a latent must be continuous; sum it out of the model")
         if not site["fn"].has_rsample and not getattr(site["fn"], "reparametrized_params", ()):
             raise UserError(f"{name} in {where} has a distribution that cannot be reparametrised; choose another for it")
+        if where == "population" and any(frame.size != _total(trace, frame) for frame in site["cond_indep_stack"]):
+            raise UserError(f"{name} in population is a latent in a plate that is subsampled; give it its full size")
         if any(frame.size != _total(trace, frame) for frame in site["cond_indep_stack"][:-1]):
             raise UserError(f"{name} in {where} is a latent in an inner plate that is subsampled; give it its full size")
         transform = biject_to(site["fn"].support)
