@@ -29,16 +29,25 @@ def test_all_model_files_are_here():
     )
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_model_file_runs(name, tmp_path, capsys, monkeypatch):
+def needs_data(name):
     if name == "heart_disease" and not (Path(os.environ.get("FEDBAYES_DATA", "")) / "heart_disease_uci").is_dir():
         pytest.skip("the folder of FEDBAYES_DATA has no heart_disease_uci")
-    if name != "six_cities":  # the diagnosis of one is enough
-        monkeypatch.setattr("fedbayes.silo_fit.LARGEST", 0)
-    assert fit(EXAMPLES / f"{name}.py", *FEW.get(name, ["--rounds", "3"]), "--out", tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_model_file_runs(name, tmp_path, capsys):
+    assert fit(EXAMPLES / f"{name}.py", *FEW[name], "--out", tmp_path / "run") == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert np.isfinite(result["bound"])
     assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_file_s_round_is_traced(name, capsys):
+    """The model over its silos and a round of its algorithm, without compiling it."""
+    needs_data(name)
+    assert cli.main(["wire", str(EXAMPLES / f"{name}.py"), "--plain"]) == 0
+    assert "\nup\t" in capsys.readouterr().out
 
 
 def test_six_cities_is_the_published_table():

@@ -124,8 +124,7 @@ class Structured:
 
         def find() -> dict[str, Plate]:
             trace = self._silo_trace({}, self._population_value({}, {}), {}, data)
-            found = (_plate(trace, site) for site in trace.values() if site["type"] == "sample")
-            return {plate.name: plate for plate in found}
+            return {plate.name: plate for site in trace.values() if site["type"] == "sample" for plate in [_plate(trace, site)]}
 
         return _remember(self, "plates", data, find)
 
@@ -248,12 +247,10 @@ class Structured:
             trace = self._silo_trace({**known, **self.everyone(data)}, given, theta, data, for_latents)
             found = {**self.global_values(z_global), **known}
             for place, (name, site) in enumerate(trace.items()):
-                if _observed(site) and not jnp.size(site["value"]):
-                    continue  # a numpyro.factor, which draws nothing
-                if _observed(site):
+                if _observed(site) and jnp.size(site["value"]):  # a numpyro.factor has no value, and draws nothing
                     found[name] = site["fn"].sample(jax.random.fold_in(key, place))
                     found[f"log {name}"] = site["fn"].log_prob(site["value"])
-                elif site["type"] in ("deterministic", "sample") and name not in known:
+                elif site["type"] in ("deterministic", "sample") and name not in known and not _observed(site):
                     found[name] = site["value"]
             return found
 
@@ -273,7 +270,6 @@ class Structured:
 
 
 _known: dict[Any, Any] = {}
-MOST = 2000
 
 
 def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
@@ -282,7 +278,7 @@ def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) ->
     signature = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
     key = (model, what, treedef, signature)
     if key not in _known:
-        if len(_known) >= MOST:
+        if len(_known) >= 2000:
             _known.clear()
         _known[key] = find()
     return _known[key]
