@@ -30,6 +30,7 @@ _LONGEST = 3500 if _POSTS.is_file() else 40  # words in a document, at most
 _HIDDEN = 100  # units of the encoder
 _BATCH = 200  # documents in a step
 _SPREAD = 3.0  # of W: a document is about few topics
+_NARROWEST = -4.0  # log-scale of q(W)
 _SCALE = 3.0  # of T: wide, as one topic may have a word ten times as often as another
 
 
@@ -62,7 +63,8 @@ def encoder(data):
     mean, width = jnp.split(hidden @ second, 2, axis=1)
     width = width + numpyro.param("encoder.width", jnp.zeros(_TOPICS))
     mean = _SPREAD * (mean - mean.mean(axis=0)) / jnp.sqrt(mean.var(axis=0) + 1e-6)  # a root of 0 has no gradient
-    return {"documents": (mean, jnp.log(_SPREAD) - jax.nn.softplus(width))}
+    # In single precision a scale of e⁻¹⁷ is lost beside a mean of 30, and a few odd documents would get there.
+    return {"documents": (mean, jnp.maximum(jnp.log(_SPREAD) - jax.nn.softplus(width), _NARROWEST))}
 
 
 def silos():

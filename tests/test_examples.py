@@ -120,8 +120,10 @@ def test_bad_files_get_one_sentence(sentence, file, capsys):
     [
         ("raise RuntimeError('no')", "cannot be loaded: RuntimeError: no"),
         ("silos = [1, 2]", "gives list, but it must give a dict of names and their data"),
+        ("algorithm = 'pvi'", "is 'pvi', but it must be one with its model, such as fedbayes.PVI(population, silo)"),
+        ("def silos(): return 1 / 0", "fails: ZeroDivisionError: division by zero"),
         ("def population(data): pass", "population takes data, but it must not read data"),
-        ("silos = {'a': {'x': np.ones(3)}}", "silo 'a': the silo's data lacks 'y', which the model reads"),
+        ("silos = {'a': {'x': np.ones(3)}}", "silo 'a': silo reads 'y', which its data and what population"),
     ],
 )
 def test_files_that_are_wrong_inside(change, sentence, file, capsys):

@@ -327,6 +327,7 @@ def test_posteriors_for_arviz_and_a_silo_that_never_trained():
     own = np.asarray(grown.local_posterior("new", 4000).posterior["effect"][0])
     np.testing.assert_allclose(own.mean(axis=0), WEIGHT * Y[:3] + (1 - WEIGHT) * MEAN, atol=0.05)
     assert_same(grown.shared, fit.shared)
+    assert grown.diagnose(200) == fit.diagnose(200)  # q says nothing of a silo that came later
     with pytest.raises(UserError, match="there is a silo 's0' already; give the new one another name"):
         fit.adapt("s0", {"y": Y[:3]})
     with pytest.raises(UserError, match="there is no silo 'nowhere'; there are s0, s1"):
@@ -428,12 +429,12 @@ def test_ctrl_c_keeps_the_run(tmp_path):
 REFUSED = {
     "there is no silo; give at least one": lambda: simulate(SFVI(population, silo), {}, 3),
     "rounds is 0, but a run has at least one": lambda: simulate(SFVI(population, silo), partition(12), 0),
-    "silo 's0': the silo's data lacks 'y'": lambda: simulate(SFVI(population, silo), {"s0": {"x": Y}}, 3),
+    "silo 's0': silo reads 'y', which its data": lambda: simulate(SFVI(population, silo), {"s0": {"x": Y}}, 3),
     "silo 'b': its data holds object, but data is arrays of numbers": lambda: simulate(
         SFVI(population, silo), {"a": {"y": Y}, "b": {"y": np.array(["x", "y"], object)}}, 3
     ),
     "data is list, but it is Clients, or silos as a dict": lambda: simulate(SFVI(population, silo), [Y], 3),
-    "the cohort is 3 clients a round, but only 2 take part": lambda: simulate(
+    "the cohort is 3 silos a round, but only 2 take part": lambda: simulate(
         SFVI(population, silo), partition(5, 7), 3, cohort=3
     ),
     "in_turn visits one silo a round, so it cannot be combined": lambda: simulate(
@@ -452,6 +453,16 @@ REFUSED = {
     "the parameter w has shape (5,) in silo 's0' and (7,) in silo 's1', but it is shared": lambda: simulate(
         SFVI(population, shaped_by_data), partition(5, 7), 3
     ),
+    "silo 's0': the parameter start starts from the silo's data, which would reach every silo": lambda: simulate(
+        SFVI(population, started_by_data), partition(5, 7), 3
+    ),
+    "silo 's0': silo(population, data) does not fit this data: size of plate should be positive": lambda: simulate(
+        SFVI(population, silo), {"s0": {"y": Y[:0]}, "s1": {"y": Y}}, 3
+    ),
+    "two silos have the same name; give each its own": lambda: simulate(
+        SFVI(population, silo), {1: {"y": Y}, "1": {"y": Y}}, 3
+    ),
+    "bound is 0, but a family needs more than 0": lambda: Family(bound=0),
     "the bound is not finite in round": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9),
     "silo 's0': its numbers are not finite": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9, loop=True),
 }
@@ -465,6 +476,11 @@ def extra_parameter(mean, data):
 def shaped_by_data(mean, data):
     w = numpyro.param("w", jnp.zeros(data["y"].shape[0]))
     numpyro.sample("y", dist.Normal(mean + w, 1.0), obs=data["y"])
+
+
+def started_by_data(mean, data):
+    start = numpyro.param("start", data["y"].mean())
+    numpyro.sample("y", dist.Normal(mean + start, 1.0), obs=data["y"])
 
 
 @pytest.mark.parametrize("sentence", REFUSED)

@@ -9,7 +9,8 @@ import pytest
 from numpyro.infer.util import potential_energy
 
 from fedbayes.errors import UserError
-from fedbayes.models.structured import Structured
+from fedbayes.models.sites import on_real_line
+from fedbayes.models.structured import Structured, inseparable
 
 Y = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -65,7 +66,25 @@ def subsampled(population, data):
         numpyro.sample("y", dist.Normal(beta[0], spread), obs=data["y"][rows, 0])
 
 
+def bounded(population, data):
+    """The support of one latent ends where another one is."""
+    beta, spread = population
+    top = numpyro.sample("top", dist.Uniform(0.0, spread))
+    with numpyro.plate("rows", 6):
+        part = numpyro.sample("part", dist.Uniform(0.0, top))
+        numpyro.sample("y", dist.Normal(beta[0] * part, 1.0), obs=data["y"][:, 0])
+
+
+def mixture(population, data):
+    weights = dist.Categorical(probs=jnp.array([0.3, 0.7]))
+    with numpyro.plate("rows", 6):
+        b = numpyro.sample("b", dist.MixtureSameFamily(weights, dist.Normal(jnp.array([-1.0, 1.0]), 0.5)))
+        numpyro.sample("y", dist.Normal(population[0][0] + b, 1.0), obs=data["y"][:, 0])
+
+
 BLOCKS = {
+    bounded: {"": (1, 1), "rows": (6, 1)},
+    mixture: {"rows": (6, 1)},
     one_plate: {"children": (6, 2)},
     two_plates: {"": (1, 1), "schools": (6, 5)},
     shares: {"documents": (6, 4)},
@@ -96,9 +115,10 @@ def test_densities_add_up_to_numpyro_s_with_each_jacobian_once(silo):
         silo(mixed_population(), data)
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        values = {**model.global_values(z_global), **model.local_values(z_local, data)}
-        latents = [*model.global_latents(), *model.local_latents(data)]
-        real = {latent.name: latent.transform.inv(values[latent.name]) for latent in latents}
+        real = {
+            **on_real_line(model.global_latents(), {"": z_global[None]}),
+            **on_real_line(model.local_latents(data), z_local),
+        }
         with numpyro.handlers.seed(rng_seed=0):
             theirs = -potential_energy(joint, (), {}, real)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -163,6 +183,45 @@ def test_compiles_and_maps():
     np.testing.assert_allclose(both[0], model.log_silo({}, z_global, z_local, data)["documents"], rtol=1e-5)
 
 
+def test_elements_that_read_each_other_are_found():
+    def walk(population, data):
+        with numpyro.plate("times", 6):
+            step = numpyro.sample("step", dist.Normal(0.0, 1.0))
+            numpyro.sample("y", dist.Normal(jnp.cumsum(step), 1.0), obs=data["y"][:, 0])
+
+    assert inseparable(Structured(mixed_population, walk), {"y": Y}) == (
+        "an element of plate 'times' depends on another one's latents"
+    )
+    assert inseparable(Structured(mixed_population, one_plate), {"y": Y}) == ""
+
+
+def test_what_a_population_calls_deterministic_is_among_its_values():
+    def population():
+        raw = numpyro.sample("raw", dist.Normal(0.0, 1.0))
+        return numpyro.deterministic("mean", 3.0 + 2.0 * raw)
+
+    def silo(mean, data):
+        numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
+
+    assert Structured(population, silo).global_values({}, jnp.array([0.5]))["mean"] == 4.0
+
+
+def test_a_network_s_parameters_are_a_tree_of_theta():
+    from flax import nnx
+    from numpyro.contrib.module import nnx_module
+
+    def silo(population, data):
+        with jax.numpy_dtype_promotion("standard"):
+            network = nnx_module("network", nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+            numpyro.sample("y", dist.Normal(network(data["y"])[:, 0], 1.0), obs=data["y"][:, 0])
+
+    model, data = Structured(mixed_population, silo), {"y": Y}
+    theta, z = model.theta(data), jnp.zeros(3)
+    gradient = jax.grad(lambda theta: model.log_silo(theta, z, {}, data)[""][0])(theta)
+    assert {leaf.shape for leaf in jax.tree.leaves(gradient)} == {(4, 1), (1,)}
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
+
+
 def refuses(population, silo, message):
     with pytest.raises(UserError, match=message):
         Structured(population, silo).local_latents({"y": Y})
@@ -200,7 +259,7 @@ def test_data_that_does_not_fit_the_global_shapes():
     def silo(population, data):
         numpyro.sample("y", dist.Normal(data["y"] @ population[0], 1.0), obs=data["y"][:, 0])
 
-    refuses(mixed_population, silo, "the silo's data does not fit the model: ")
+    refuses(mixed_population, silo, r"silo\(population, data\) does not fit this data: ")
 
 
 def test_a_latent_in_an_inner_plate_that_is_subsampled():
@@ -225,7 +284,7 @@ def test_data_that_lacks_what_the_model_reads():
     def silo(population, data):
         numpyro.sample("y", dist.Normal(data["x"], 1.0), obs=data["y"])
 
-    refuses(mixed_population, silo, "the silo's data lacks 'x', which the model reads")
+    refuses(mixed_population, silo, "silo reads 'x', which its data and what population returns do not have")
 
 
 def test_all_elements_of_a_subsampled_plate():
@@ -245,7 +304,7 @@ def test_all_elements_of_a_subsampled_plate():
     everyone = part.everyone(data)
     found = part.log_silo({}, z_global, z_local, data, everyone)["units"]
     np.testing.assert_allclose(found, whole.log_silo({}, z_global, z_local, data)["units"], rtol=1e-5)
-    assert part.local_values(z_local, data)["b"].shape == (6,)
+    assert part.predictive(jax.random.key(0), {}, z_global, z_local, data)["b"].shape == (6,)
     two = {"units": jnp.array([4, 1])}
     some = part.log_silo({}, z_global, {"units": z_local["units"][two["units"]]}, data, two)["units"]
     np.testing.assert_allclose(some, found[two["units"]], rtol=1e-5)

@@ -175,9 +175,9 @@ def test_draws_cannot_be_weighed_where_a_site_outside_the_plate_reads_its_latent
         numpyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=data["y"].sum())
 
     model = Structured(population, outside)
-    Family(bound=1).init_local(jax.random.key(0), model, DATA)
+    Family(bound=1).check_draws(model, DATA)
     with pytest.raises(UserError, match="a site in no plate depends on latents of plate 'units'"):
-        Family(bound=5).init_local(jax.random.key(0), model, DATA)
+        Family(bound=5).check_draws(model, DATA)
 
 
 def test_families_that_are_too_large():

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbayes import __version__, gaussian, keys, silos, variational, wire
+from fedbayes import __version__, gaussian, keys, silo_programs, silos, trees, variational, wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.errors import UserError
-from fedbayes.models.structured import Latent, Values, numbers
+from fedbayes.models.sites import Latent, Values
+from fedbayes.models.structured import Structured, inseparable, numbers
 from fedbayes.runs import SCHEMA, Run, describe, digest_of_programs, read_json
 from fedbayes.silo_text import table
 from fedbayes.silos import SiloSimulation
@@ -46,10 +47,12 @@ class SiloFit:
     simulation: SiloSimulation
     result: dict[str, Any]
     history: list[dict[str, Any]]
+    adapted: tuple[str, ...] = ()
+    """Silos that came later: q(Z_G) knows nothing of their data."""
 
     def __repr__(self) -> str:
-        settings = self.result
-        return f"SiloFit({settings['algorithm']}, {settings['rounds']} rounds over {len(self.simulation.names)} silos)"
+        settings, count = self.result, len(self.simulation.names)
+        return f"SiloFit({settings['algorithm']}, {settings['rounds']} rounds over {count} silo{'s' * (count > 1)})"
 
     def __str__(self) -> str:
         return f"{self!r}\n{table(self.result)}"
@@ -62,8 +65,11 @@ class SiloFit:
     @property
     def theta(self) -> Values:
         """θ, as the model has it."""
-        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
-        return structured.theta_values(self.shared.theta, self.simulation.data(self.simulation.names[0]))
+        return self._structured.theta_values(self.shared.theta, self.simulation.data(self.simulation.names[0]))
+
+    @property
+    def _structured(self) -> Structured:
+        return self.simulation.algorithm.structured  # type: ignore[attr-defined]
 
     @property
     def bound(self) -> Float[np.ndarray, " windows"]:
@@ -75,9 +81,8 @@ class SiloFit:
         return self._sites(_global_draws(self.shared.eta, count, seed))
 
     def _sites(self, z: Float[Array, "s n"]) -> dict[str, Array]:
-        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
-        values = jax.jit(jax.vmap(structured.global_values))(z)
-        return {latent.name: values[latent.name] for latent in structured.global_latents()}
+        values = silo_programs.global_values(self._structured, self.shared.theta, z)
+        return {name: values[name] for name in self._structured.global_names()}
 
     def posterior(self, draws: int = 1000, seed: int = 0, *, corrected: bool = False) -> az.InferenceData:
         """The posterior of what all silos share, for ArviZ.
@@ -99,12 +104,10 @@ class SiloFit:
         Also what the model would observe there (posterior_predictive), what was observed, and its log density.
         """
         values, data = self._local(silo, draws, seed), self.simulation.data(silo)
-        structured = self.simulation.algorithm.structured  # type: ignore[attr-defined]
-        latents = structured.local_latents(data)
-        names = {latent.name for latent in (*structured.global_latents(), *latents)}
-        seen = structured.observed_values(data)
+        latents, seen = self._structured.local_latents(data), self._structured.observed_values(data)
+        logs = {f"log {name}" for name in seen}
         groups = {
-            "posterior": {name: value for name, value in values.items() if name in names},
+            "posterior": {name: value for name, value in values.items() if name not in seen and name not in logs},
             "posterior_predictive": {name: value for name, value in values.items() if name in seen},
             "log_likelihood": {name: values[f"log {name}"] for name in seen},
             "observed_data": seen,
@@ -112,17 +115,12 @@ class SiloFit:
         return _inference_data(groups, latents)
 
     def _local(self, silo: str, draws: int, seed: int) -> Values:
-        algorithm, simulation = self.simulation.algorithm, self.simulation
-        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
-        key = keys.fold(jax.random.key(seed), np.uint32(simulation.index(silo)))
-        form, arrays = simulation.parts[simulation.index(silo)]
+        return self._predicted(silo, *self.simulation.parts[self.simulation.index(silo)], draws, seed, own=True)
 
-        @jax.jit
-        def values(shared: variational.Shared, eta: variational.Locals, arrays: Any) -> Values:
-            data = silos.put_together(form, arrays)
-            return variational.predict(family, structured, key, shared, eta, data, count=draws, own=True)
-
-        return values(self.shared, self._eta(silo), arrays)
+    def _predicted(self, silo: str, form: trees.Form, arrays: Any, draws: int, seed: int, *, own: bool) -> Values:
+        key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
+        family = self.simulation.algorithm.family  # type: ignore[attr-defined]
+        return silo_programs.predict(family, self._structured, form, draws, own, key, self.shared, self._eta(silo), arrays)
 
     def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
         """Draws of what a silo would observe on new rows, and of the model's deterministic sites: (draws, …) for each.
@@ -130,16 +128,8 @@ class SiloFit:
         What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior.
         What is not known of the new rows may be None where the model allows `obs=None`.
         """
-        algorithm = self.simulation.algorithm
-        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
-        key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
-        form, arrays = silos.named(silo, silos.take_apart, data)
-
-        @jax.jit
-        def values(shared: variational.Shared, eta: variational.Locals, arrays: Any) -> Values:
-            return variational.predict(family, structured, key, shared, eta, silos.put_together(form, arrays), count=draws)
-
-        return values(self.shared, self._eta(silo), arrays)
+        form, arrays = silos.named(silo, trees.take_apart, data)
+        return self._predicted(silo, form, arrays, draws, seed, own=False)
 
     def adapt(self, name: str, data: Any, seed: int = 0) -> SiloFit:
         """This fit with one silo more, which did not train: it fits its own latents to its data and changes nothing else."""
@@ -153,9 +143,8 @@ class SiloFit:
             grown.put(silo, simulation.own(silo))
         key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
         form, arrays = grown.parts[grown.index(name)]
-        adapt = jax.jit(lambda down, local, arrays: algorithm.adapt(key, down, local, silos.put_together(form, arrays)))
-        grown.put(name, adapt(simulation.down(), grown.own(name), arrays))
-        return SiloFit(grown, self.result, self.history)
+        grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
+        return SiloFit(grown, self.result, self.history, (*self.adapted, name))
 
     def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
         """PSIS k̂ of q(Z_G); see `diagnose`."""
@@ -185,18 +174,14 @@ class SiloFit:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
         if why := _inseparable(self.simulation):
             raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
-        algorithm = self.simulation.algorithm
-        family, structured = algorithm.family, algorithm.structured  # type: ignore[attr-defined]
-        total = jax.jit(jax.vmap(lambda z: structured.log_population(self.shared.theta, z)))(z)
+        family, structured = self.simulation.algorithm.family, self._structured  # type: ignore[attr-defined]
+        total = silo_programs.log_populations(structured, self.shared.theta, z)
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
-            key = keys.fold(jax.random.key(seed), np.uint32(place))
-
-            @jax.jit
-            def one(shared: Any, eta: Any, arrays: Any, z: Any, form: Any = form, key: Any = key) -> Any:
-                data = silos.put_together(form, arrays)
-                return variational.log_evidence(family, structured, key, shared, eta, data, z, inner)
-
-            total = total + one(self.shared, self._eta(name), arrays, z)
+            if name not in self.adapted:
+                key = keys.fold(jax.random.key(seed), np.uint32(place))
+                total = total + silo_programs.evidence(
+                    family, structured, form, inner, key, self.shared, self._eta(name), arrays, z
+                )
         return total
 
     def _eta(self, silo: str) -> variational.Locals:
@@ -302,14 +287,13 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
         posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
     small = fit.shared.eta.mean.size <= LARGEST and not _inseparable(fit.simulation)
-    found = fit.diagnose() if small else {"khat": math.inf, "ess": 0.0}
+    found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
     last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
     return {
         "posterior": posterior,
         "theta": theta,
         "bound": float(np.mean(last)),
-        "khat": found["khat"] if math.isfinite(found["khat"]) else None,
-        "ess": found["ess"],
+        **{name: value if math.isfinite(value) else None for name, value in found.items()},
     }
 
 
@@ -349,14 +333,12 @@ def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
 
 def _inseparable(simulation: SiloSimulation) -> str:
     structured = simulation.algorithm.structured  # type: ignore[attr-defined]
-    check = functools.partial(variational.inseparable, structured)
-    return next(
-        (why for g in simulation.groups if (why := silos.from_shapes(check, g.form, simulation.parts[g.places[0]][1]))), ""
-    )
+    firsts = (simulation.data(simulation.names[group.places[0]]) for group in simulation.groups)
+    return next((why for data in firsts if (why := inseparable(structured, data))), "")
 
 
 def _log_joint(structured: Any, form: Any, z: Any, z_L: Any, arrays: Any) -> Any:
-    data = silos.put_together(form, arrays)
+    data = trees.put_together(form, arrays)
     return structured.log_population({}, z), structured.log_silo({}, z, z_L, data)
 
 

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
 from jaxtyping import Array, Float
 
-from fedbayes import keys, reduce, trees
+from fedbayes import keys, provenance, reduce, trees
 from fedbayes.cohort import AnyAlgorithm, broadcast, each, server_step, up_of
 from fedbayes.errors import UserError
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import encode
 from fedbayes.simulator import Diverged, cohort_size
 from fedbayes.states import States
+from fedbayes.trees import Form, put_together, take_apart
 
 STRETCH = 1000
 """Most rounds in one compiled call."""
 CALL = 0.5
 """Seconds that a call should take, so that a progress bar moves and Ctrl-C is heard."""
-
-
-class Form(NamedTuple):
-    """What of a silo's data is no array: how arrays and plain values make it up. Silos of one form share a program."""
-
-    treedef: Any
-    plain: tuple[Hashable, ...]
-    """A value where a leaf is a plain one, else None."""
-    shapes: tuple[Any, ...]
 
 
 class Group(NamedTuple):
@@ -45,37 +38,6 @@ class Group(NamedTuple):
     form: Form
     places: tuple[int, ...]
     arrays: tuple[Array, ...]
-
-
-def take_apart(data: Any) -> tuple[Form, tuple[Array, ...]]:
-    """A silo's data as arrays and the rest: numbers, strings and None stay what they are, so that they can be sizes.
-
-    >>> form, arrays = take_apart({"n": 3, "y": np.ones(3)})
-    >>> len(arrays), put_together(form, arrays)["n"]
-    (1, 3)
-    """
-    if isinstance(data, pd.DataFrame):
-        data = {str(name): column.to_numpy() for name, column in data.items()}
-    leaves, treedef = jax.tree.flatten(data)
-    arrays: list[Array] = []
-    plain: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, int | float | str | bool):
-            plain.append(leaf)
-            continue
-        try:
-            arrays.append(jnp.asarray(leaf.to_numpy() if isinstance(leaf, pd.Series) else leaf))
-        except (TypeError, ValueError):
-            kind = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
-            raise UserError(f"its data holds {kind}, but data is arrays of numbers; turn text into numbers first") from None
-        plain.append(None)
-    return Form(treedef, tuple(plain), tuple((leaf.shape, str(leaf.dtype)) for leaf in arrays)), tuple(arrays)
-
-
-def put_together(form: Form, arrays: Sequence[Any]) -> Any:
-    """The inverse of `take_apart`."""
-    rest = iter(arrays)
-    return jax.tree.unflatten(form.treedef, [next(rest) if leaf is None else leaf for leaf in form.plain])
 
 
 class SiloSimulation:
@@ -100,10 +62,10 @@ class SiloSimulation:
         seed: int = 0,
         loop: bool = False,
     ) -> None:
-        self.algorithm, self.seed, self.names, self.round = algorithm, seed, tuple(silos), 0
+        self.algorithm, self.seed, self.names, self.round = algorithm, seed, tuple(map(str, silos)), 0
         if seed < 0:
             raise UserError(f"seed is {seed}, but a seed is not negative")
-        self.in_turn, self.cohort = in_turn, cohort_size(cohort, len(silos))
+        self.in_turn, self.cohort = in_turn, cohort_size(cohort, len(silos), "silos")
         if in_turn and cohort is not None:
             raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
         self.parts = read(silos)
@@ -126,9 +88,9 @@ class SiloSimulation:
 
     def index(self, name: str) -> int:
         """A silo's place."""
-        if name not in self.names:
+        if str(name) not in self.names:
             raise UserError(f"there is no silo {name!r}; there are {', '.join(self.names)}")
-        return self.names.index(name)
+        return self.names.index(str(name))
 
     def own(self, name: str) -> Any:
         """A silo's own state."""
@@ -244,6 +206,8 @@ def read(silos: Mapping[str, Any]) -> list[tuple[Form, tuple[Array, ...]]]:
     """The silos' data taken apart; what cannot be read names its silo."""
     if not silos:
         raise UserError("there is no silo; give at least one, as a name and its data")
+    if len(set(map(str, silos))) < len(silos):
+        raise UserError("two silos have the same name; give each its own")
     return [named(name, take_apart, content) for name, content in silos.items()]
 
 
@@ -255,22 +219,40 @@ def plan(algorithm: AnyAlgorithm, silos: Mapping[str, Any], rounds: int) -> AnyA
             f"{type(algorithm).__name__} trains a network over clients, but silos were given; use SFVI, SFVIAvg or PVI for them"
         )
     total = 0
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, (form, arrays) in zip(silos, read(silos), strict=True):
+    first: dict[str, tuple[str, Any]] = {}
+    for name, (form, arrays) in zip(map(str, silos), read(silos), strict=True):
         total += named(name, from_shapes, structured.rows, form, arrays)
-        thetas = named(name, jax.eval_shape, lambda given, form=form: structured.theta(put_together(form, given)), arrays)
-        for theta, value in thetas.items():
-            first, shape = shapes.setdefault(theta, (name, value.shape))
-            if shape != value.shape:
+        thetas = named(name, _theta, algorithm, form, arrays)
+        for theta, shape in thetas.items():
+            where, known = first.setdefault(theta, (name, shape))
+            if known != shape:
                 raise UserError(
-                    f"the parameter {theta} has shape {shape} in silo {first!r} and {value.shape} in silo {name!r}, but it is "
+                    f"the parameter {theta} has shape {known} in silo {where!r} and {shape} in silo {name!r}, but it is "
                     "shared; make its shape the same for all"
                 )
-        if missing := [theta for theta in shapes if theta not in thetas]:
+        if missing := [theta for theta in first if theta not in thetas]:
             raise UserError(f"the parameter {missing[0]} is not in silo {name!r}; name it in population, which all silos share")
-        if new := [theta for theta in thetas if shapes[theta][0] == name != next(iter(silos))]:
+        if new := [theta for theta in thetas if first[theta][0] == name != str(next(iter(silos)))]:
             raise UserError(f"the parameter {new[0]} is only in silo {name!r}; name it in population, which all silos share")
+        named(name, algorithm.family.check_draws, structured, put_together(form, arrays))  # type: ignore[attr-defined]
     return algorithm.planned(rounds, silos=len(silos), rows=total)
+
+
+def _theta(algorithm: Any, form: Form, arrays: tuple[Array, ...]) -> dict[str, Any]:
+    """The shape of each parameter of θ; where one starts depends on no data, as all silos see it."""
+
+    def start(given: tuple[Array, ...]) -> Values:
+        data = put_together(form, given)
+        own = {} if algorithm.family.encoder is None else encode(algorithm.family.encoder, {}, data)[1]
+        return {**algorithm.structured.theta(data), **own}
+
+    shapes = jax.eval_shape(start, arrays)
+    for path, flow in zip(trees.named(shapes), provenance.trace(start, {"data": arrays}), strict=True):
+        if flow.depends:
+            raise UserError(
+                f"the parameter {path} starts from the silo's data, which would reach every silo; start it from a constant"
+            )
+    return jax.tree.map(jnp.shape, shapes)
 
 
 def from_shapes(function: Callable[[Any], Any], form: Form, arrays: tuple[Array, ...]) -> Any:

@@ -289,7 +289,7 @@ class Call(NamedTuple):
         return np.concatenate([self.ids, np.zeros(self.slots - len(self.ids), self.ids.dtype)]).astype(np.uint32)
 
 
-def cohort_size(cohort: int | float | None, population: int) -> int:
+def cohort_size(cohort: int | float | None, population: int, who: str = "clients") -> int:
     """A number of clients, or a share of them, checked against how many there are.
 
     >>> cohort_size(0.1, 100), cohort_size(None, 7)
@@ -300,12 +300,12 @@ def cohort_size(cohort: int | float | None, population: int) -> int:
     if cohort is None:
         return population
     if not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
-        raise UserError(f"the cohort is {cohort}, but it is a whole number of clients, or a share of them up to 1")
+        raise UserError(f"the cohort is {cohort}, but it is a whole number of {who}, or a share of them up to 1")
     size = round(cohort * population) if isinstance(cohort, float) and cohort <= 1 else int(cohort)
     if size > population:
-        raise UserError(f"the cohort is {size} clients a round, but only {population} take part; choose at most that many")
+        raise UserError(f"the cohort is {size} {who} a round, but only {population} take part; choose at most that many")
     if size < 1:
-        raise UserError(f"the cohort is {cohort}, but a round needs at least one client")
+        raise UserError(f"the cohort is {cohort}, but a round needs at least one of the {who}")
     return size
 
 

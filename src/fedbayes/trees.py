@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pandas as pd
 from jaxtyping import Array, Bool, Float
 
 from fedbayes.algorithm import Params
@@ -102,6 +104,48 @@ def arrays_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         return jax.tree.unflatten(treedef, [leaf if skip else next(rest) for leaf, skip in zip(leaves, plain, strict=True)])
 
     return jax.tree.unflatten(treedef, shapes), whole
+
+
+class Form(NamedTuple):
+    """What of a silo's data is no array: how arrays and plain values make it up. Silos of one form share a program."""
+
+    treedef: Any
+    plain: tuple[Hashable, ...]
+    """A value where a leaf is a plain one, else None."""
+    shapes: tuple[Any, ...]
+
+
+def take_apart(data: Any) -> tuple[Form, tuple[Array, ...]]:
+    """A silo's data as arrays and the rest: numbers, strings and None stay what they are, so that they can be sizes.
+
+    >>> form, arrays = take_apart({"n": 3, "y": np.ones(3)})
+    >>> len(arrays), put_together(form, arrays)["n"]
+    (1, 3)
+    """
+    if isinstance(data, pd.DataFrame):
+        data = {str(name): column.to_numpy() for name, column in data.items()}
+    leaves, treedef = jax.tree.flatten(data)
+    arrays: list[Array] = []
+    plain: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, np.integer | np.bool_) or (
+            isinstance(leaf, int | float | str) and not isinstance(leaf, np.floating)
+        ):
+            plain.append(leaf.item() if isinstance(leaf, np.generic) else leaf)
+            continue
+        try:
+            arrays.append(jnp.asarray(leaf.to_numpy() if isinstance(leaf, pd.Series) else leaf))
+        except (TypeError, ValueError):
+            kind = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
+            raise UserError(f"its data holds {kind}, but data is arrays of numbers; turn text into numbers first") from None
+        plain.append(None)
+    return Form(treedef, tuple(plain), tuple((leaf.shape, str(leaf.dtype)) for leaf in arrays)), tuple(arrays)
+
+
+def put_together(form: Form, arrays: Sequence[Any]) -> Any:
+    """The inverse of `take_apart`."""
+    rest = iter(arrays)
+    return jax.tree.unflatten(form.treedef, [next(rest) if leaf is None else leaf for leaf in form.plain])
 
 
 def zeros(tree: Any) -> Any:

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedbayes import gaussian, provenance
+from fedbayes import gaussian
 from fedbayes.errors import UserError
-from fedbayes.models.structured import Structured, Values, encode
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import Structured, encode, inseparable
 from fedbayes.trees import other_peoples_code
 
 LARGEST = 2**27
@@ -68,6 +69,13 @@ class Family:
     encoder: Callable[[Any], Any] | None = None
     """Amortised inference: a function of the silo's data that gives mean and log-scale for each plate; its params are θ."""
 
+    def __post_init__(self) -> None:
+        for name in ("bound", "draws", "start"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}, but a family needs more than 0")
+        if self.jitter < 0:
+            raise UserError(f"jitter is {self.jitter}, but a standard deviation is not negative")
+
     @classmethod
     def mean_field(cls, **options: Any) -> Family:
         """No correlation at all, for models with many latents."""
@@ -86,27 +94,26 @@ class Family:
     def init_local(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Locals:
         """η_L for the latents that this silo's data asks for; nothing where they are amortised."""
         n, blocks = structured.size(), structured.blocks(data)
-        self._check_bound(structured, blocks, data)
         if self.encoder is not None:
             return {}
         found = {}
-        for name, (count, d) in blocks.items():
+        for place, (name, (count, d)) in enumerate(blocks.items()):
             if (self.coupled or self.moving_scale) and count * d * n > LARGEST:
                 raise UserError(f"{count} × {d} local latents cannot depend on {n} global ones; use coupled=False")
             if self.dense and count * d * d > LARGEST:
                 raise UserError(f"{d} local latents in a block are too many for a covariance; use dense=False")
             options = {"dense": self.dense, "coupled": self.coupled, "moving_scale": self.moving_scale}
+            key = jax.random.fold_in(key, place)
             found[name] = self._jittered(key, gaussian.init_local(count, d, n, self.start, **options))
         return found
 
     def _jittered(self, key: PRNGKeyArray, q: Any) -> Any:
         return q._replace(mean=self.jitter * jax.random.normal(key, q.mean.shape)) if self.jitter else q
 
-    def _check_bound(self, structured: Structured, blocks: dict[str, tuple[int, int]], data: Any) -> None:
+    def check_draws(self, structured: Structured, data: Any) -> None:
+        """Refuse K draws where the elements of a plate do not stand apart."""
         if self.bound > 1 and (why := inseparable(structured, data)):
-            raise UserError(
-                f"{why}, so draws cannot be weighed element by element; put that site into the plate, or use bound=1"
-            )
+            raise UserError(f"{why}, so draws cannot be weighed element by element; use bound=1 for this model")
 
     def noise(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Noise:
         """ε_L for every Monte Carlo sample and importance draw; latents in no plate are drawn once a sample."""
@@ -124,45 +131,24 @@ class Family:
         if self.encoder is not None:
             given, _ = encode(self.encoder, theta, data, indices)
             eta = {name: gaussian.Local(mean, log_scale, None, None, None) for name, (mean, log_scale) in given.items()}
-            for name, (mean, log_scale) in given.items():
-                if name in (found := structured.blocks(data)) and not mean.shape == log_scale.shape == (
-                    len(mean),
-                    found[name][1],
-                ):
-                    raise UserError(
-                        f"encoder gives {name} a mean of shape {mean.shape} and a log-scale of shape {log_scale.shape}, but "
-                        f"both must have {found[name][1]} columns, one for each number of an element"
-                    )
             expected = structured.blocks(data)
             if eta.keys() != expected.keys():
                 raise UserError(
                     f"encoder gives {', '.join(eta) or 'nothing'}, but the silo has latents in "
                     f"{', '.join(expected) or 'no plate'}; it must return {{plate: (mean, log_scale)}} for each of them"
                 )
+            for name, (mean, log_scale) in given.items():
+                if not mean.shape == log_scale.shape == (len(mean), expected[name][1]):
+                    raise UserError(
+                        f"encoder gives {name} a mean of shape {mean.shape} and a log-scale of shape {log_scale.shape}, but "
+                        f"both must have {expected[name][1]} columns, one for each number of an element"
+                    )
         sizes = {name: plate for name, plate in structured.plates(data).items() if name in eta}
         chosen = {}
         for name, q in eta.items():
             whole = q.mean.shape[0] == sizes[name].total and name in indices
             chosen[name] = jax.tree.map(lambda leaf, name=name: leaf[indices[name]], q) if whole else q
         return chosen
-
-
-def inseparable(structured: Structured, data: Any) -> str:
-    """Why draws cannot be weighed plate by plate, if so: a site that reads the latents of a plate it does not lie in."""
-    plates, real = structured.plates(data), jnp.zeros(0).dtype
-    shapes = {name: jax.ShapeDtypeStruct((plates[name].size, d), real) for name, (_, d) in structured.blocks(data).items()}
-    z_G, theta = jax.ShapeDtypeStruct((structured.size(),), real), structured.theta(data)
-
-    def terms(z_G: Any, z_L: Any) -> Any:
-        return structured.log_silo(theta, z_G, z_L, data)
-
-    found = jax.eval_shape(terms, z_G, shapes)
-    for name, flow in zip(sorted(found), provenance.trace(terms, {"z_G": z_G, "z": shapes}), strict=True):
-        others = {place.partition("/")[2] for place in flow.depends if place.startswith("z/")} - {name, ""}
-        if others:
-            where = f"plate {name!r}" if name else "no plate"
-            return f"a site in {where} depends on latents of plate {sorted(others)[0]!r}"
-    return ""
 
 
 def silo_gradient(
@@ -323,8 +309,7 @@ def predict(
 
     def draw(arguments: Any) -> Values:
         key, z_G, z_L = arguments
-        known = structured.local_values(z_L, data)
-        return structured.predictive(key, shared.theta, z_G, known, data)
+        return structured.predictive(key, shared.theta, z_G, z_L, data)
 
     return jax.lax.map(draw, (jax.random.split(for_sites, count), z_G, z_L), batch_size=16)
 

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedbayes import gaussian, variational
 from fedbayes.algorithm import Algorithm, Mean, Stack
 from fedbayes.errors import UserError
-from fedbayes.models.structured import Structured, Values
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import Structured
 from fedbayes.variational import Family, Locals, Shared
 
 

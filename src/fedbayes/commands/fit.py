@@ -89,7 +89,8 @@ def main(arguments: Sequence[str]) -> None:
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
-    show(f"{path.stem}: {label} over {len(data)} silos, {rounds} rounds, seed {options.seed}")
+    silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
+    show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
     show(posterior_table(fit))
     show(verdict(fit.result))
     show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
@@ -163,7 +164,12 @@ def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _default(module: ModuleType, name: str | None) -> Any:
     """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
-    own = getattr(module, "algorithm", None)
+    own: Any = getattr(module, "algorithm", None)
+    if own is not None and type(own) not in map(find, names("silos")):
+        raise UserError(
+            f"algorithm in {module.__name__}.py is {own!r}, but it must be one with its model, such as "
+            "fedbayes.PVI(population, silo)"
+        )
     if own is not None and (name is None or isinstance(own, find(name, "silos"))):
         rounds = own.rounds or getattr(module, "rounds", None) or ROUNDS[type(own).__name__]
         return dataclasses.replace(own, rounds=rounds)
@@ -174,7 +180,12 @@ def _default(module: ModuleType, name: str | None) -> Any:
 
 
 def _silos(module: ModuleType, path: Path) -> Mapping[str, Any]:
-    given = module.silos() if callable(module.silos) else module.silos
+    try:
+        given = module.silos() if callable(module.silos) else module.silos
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(f"silos() in {path} fails: {type(problem).__name__}: {problem}") from problem
     if not isinstance(given, Mapping):
         raise UserError(f"silos in {path} gives {type(given).__name__}, but it must give a dict of names and their data")
     return given
