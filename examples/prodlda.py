@@ -131,5 +131,5 @@ def _synthetic(documents=600, words_each=10, topics=4, length=40):
     return counts.astype(np.uint8), np.array([f"{name}{place}" for name in "abcd" for place in range(words_each)])
 
 
-algorithm = fedbayes.SFVIAvg(population, silo, family=fedbayes.Family.mean_field(encoder=encoder), steps=50)
-rounds = 60
+algorithm = fedbayes.SFVIAvg(population, silo, family=fedbayes.Family.mean_field(encoder=encoder), steps=50, decay=1.0)
+rounds = 90

@@ -2,6 +2,8 @@
 
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU
+from fedbayes.algorithms.fedhb_mixture import FedHBMixture
+from fedbayes.algorithms.fedhb_niw import FedHBNIW
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.algorithms.fedprox import FedProx
 from fedbayes.training import Training
@@ -13,5 +15,9 @@ TABLE = {
     "fedavg": lambda model: FedAvg(model, train=TRAIN, tune=TUNE),
     "fedprox": lambda model: FedProx(model, mu=0.1, train=TRAIN, tune=TUNE),
     "fedbabu": lambda model: FedBABU(model, head_scale=3.0, train=TRAIN, tune=TUNE),
+    "fedhb-niw": lambda model: FedHBNIW(
+        model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, clients=4, rows=80
+    ),
+    "fedhb-mixture": lambda model: FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, clients=4),
     "fedper": lambda model: FedPer(model, train=TRAIN, tune=TUNE),
 }

@@ -38,8 +38,8 @@ def test_dropout_leaves_somebody(clients, model):
     ("cohort", "population", "message"),
     [
         (11, 10, "the cohort is 11 clients a round, but only 10 take part; choose at most that many"),
-        (0, 10, "the cohort is 0, but a round needs at least one client"),
-        (0.01, 10, "the cohort is 0.01, but a round needs at least one client"),
+        (0, 10, "the cohort is 0, but a round needs at least one of the clients"),
+        (0.01, 10, "the cohort is 0.01, but a round needs at least one of the clients"),
         (3, 0, "no client is left to train: all are held out"),
     ],
 )

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
     from fedbayes.algorithms.fedavg import FedAvg
     from fedbayes.algorithms.fedbabu import FedBABU
+    from fedbayes.algorithms.fedhb_mixture import FedHBMixture
+    from fedbayes.algorithms.fedhb_niw import FedHBNIW
     from fedbayes.algorithms.fedper import FedPer
     from fedbayes.algorithms.fedprox import FedProx
     from fedbayes.algorithms.pvi import PVI
@@ -37,6 +39,8 @@ _WHERE = {
     "Family": "variational",
     "FedAvg": "algorithms.fedavg",
     "FedBABU": "algorithms.fedbabu",
+    "FedHBMixture": "algorithms.fedhb_mixture",
+    "FedHBNIW": "algorithms.fedhb_niw",
     "FedPer": "algorithms.fedper",
     "FedProx": "algorithms.fedprox",
     "Fit": "fit",
@@ -66,6 +70,8 @@ __all__ = [
     "Family",
     "FedAvg",
     "FedBABU",
+    "FedHBMixture",
+    "FedHBNIW",
     "FedPer",
     "FedProx",
     "Fit",

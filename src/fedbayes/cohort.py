@@ -181,9 +181,11 @@ def broadcast(algorithm: AnyAlgorithm, key: PRNGKeyArray, server: Any) -> Any:
 def server_step(
     algorithm: AnyAlgorithm, key: PRNGKeyArray, server: Any, down: Any, partial: reduce.Partial, stacks: dict[str, Any]
 ) -> tuple[Any, dict[str, Float[Array, ""]], Bool[Array, ""]]:
-    """The next server state, the scalars among the reduced uploads, and whether all is finite."""
+    """The next server state, the scalars among the reduced uploads and its `bound`, and whether all is finite."""
     up_type = up_of(algorithm)
     up = reduce.finish(up_type, partial, stacks)
     state = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, up)
     scalars = {name: value for name, value in trees.named(up).items() if value.ndim == 0 and name in up_type._fields}
+    if hasattr(state, "bound"):
+        scalars["bound"] = state.bound
     return state, scalars, trees.finite(state)

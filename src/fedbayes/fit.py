@@ -88,15 +88,19 @@ def table(evaluation: Evaluation) -> str:
 
 
 @overload
-def simulate(algorithm: AnyAlgorithm, data: Clients, rounds: int = ..., **options: Any) -> Fit: ...
+def simulate(algorithm: AnyAlgorithm, data: Clients, rounds: int | None = ..., **options: Any) -> Fit: ...
 
 
 @overload
-def simulate(algorithm: AnyAlgorithm, data: Mapping[str, Any], rounds: int = ..., **options: Any) -> SiloFit: ...
+def simulate(algorithm: AnyAlgorithm, data: Mapping[str, Any], rounds: int | None = ..., **options: Any) -> SiloFit: ...
 
 
-def simulate(algorithm: AnyAlgorithm, data: Clients | Mapping[str, Any], rounds: int = 100, **options: Any) -> Fit | SiloFit:
+def simulate(
+    algorithm: AnyAlgorithm, data: Clients | Mapping[str, Any], rounds: int | None = None, **options: Any
+) -> Fit | SiloFit:
     """Train an algorithm: over clients (`simulate_clients` has the options), or a structured model over silos (`fit_silos`).
+
+    Without `rounds` there are 100 over clients, and over silos as many as the method commonly needs.
 
     >>> import fedbayes as fb
     >>> clients = fb.data.load("digits", hold_out=4)
@@ -104,7 +108,7 @@ def simulate(algorithm: AnyAlgorithm, data: Clients | Mapping[str, Any], rounds:
     Fit(FedAvg, 2 rounds on digits)
     """
     if isinstance(data, Clients):
-        return simulate_clients(algorithm, data, rounds, **options)
+        return simulate_clients(algorithm, data, 100 if rounds is None else rounds, **options)
     if not isinstance(data, Mapping):
         raise UserError(f"data is {type(data).__name__}, but it is Clients, or silos as a dict of names and their data")
     from fedbayes.silo_fit import fit_silos
@@ -166,7 +170,7 @@ def simulate_clients(
         raise UserError(f"rounds is {rounds}, but a run has at least one")
     if not 0 <= average_last <= rounds:
         raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
-    algorithm = algorithm.planned(rounds)
+    algorithm = algorithm.planned(rounds, **data.facts)
     settings: dict[str, Any] = {
         "fedbayes": __version__,
         "algorithm": type(algorithm).__name__,

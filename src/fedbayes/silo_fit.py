@@ -37,6 +37,9 @@ WINDOWS = 200
 LARGEST = 200
 """Global latents up to which k̂ is part of the result."""
 
+ROUNDS = {"SFVI": 5000, "SFVIAvg": 50, "PVI": 20}
+"""Rounds where nobody says how many."""
+
 SiloCallback = Callable[[SiloSimulation, float], None]
 
 
@@ -125,7 +128,8 @@ class SiloFit:
     def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
         """Draws of what a silo would observe on new rows, and of the model's deterministic sites: (draws, …) for each.
 
-        What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior.
+        What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior,
+        or from what an encoder gives for them.
         What is not known of the new rows may be None where the model allows `obs=None`.
         """
         form, arrays = silos.named(silo, trees.take_apart, data)
@@ -193,7 +197,7 @@ class SiloFit:
 def fit_silos(
     algorithm: AnyAlgorithm,
     data: Mapping[str, Any],
-    rounds: int = 5000,
+    rounds: int | None = None,
     *,
     cohort: int | float | None = None,
     in_turn: bool = False,
@@ -219,6 +223,8 @@ def fit_silos(
     >>> bool(abs(fit.draws()["mean"].mean() - 0.5) < 0.05)
     True
     """
+    if rounds is None:
+        rounds = getattr(algorithm, "rounds", None) or ROUNDS.get(type(algorithm).__name__, 100)
     if rounds < 1:
         raise UserError(f"rounds is {rounds}, but a run has at least one")
     algorithm = silos.plan(algorithm, data, rounds)

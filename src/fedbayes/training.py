@@ -147,8 +147,12 @@ def descend(
     lr: Float[Array, ""],
     key: PRNGKeyArray,
     data: Data,
+    after: Callable[[Params], Params] | None = None,
 ) -> tuple[Params, Float[Array, ""]]:
-    """Minimise `loss(params, key, minibatch)` by `training`; returns the parameters and the mean loss over the steps."""
+    """Minimise `loss(params, key, minibatch)` by `training`; returns the parameters and the mean loss over the steps.
+
+    `after` is applied to the parameters after each step, as the proximal map of what `loss` leaves out.
+    """
     optimiser = training.build(lr, model)
 
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
@@ -156,7 +160,8 @@ def descend(
         value, gradient = jax.value_and_grad(loss)(params, key, batch)
         with trees.other_peoples_code():
             updates, state = optimiser.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, total + value, steps + 1
+        params = optax.apply_updates(params, updates)
+        return params if after is None else after(params), state, total + value, steps + 1
 
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
     params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fedbayes.algorithm import Params
 from fedbayes.errors import UserError
@@ -28,10 +28,11 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def split(tree: Params, prefixes: Sequence[str]) -> tuple[Params, Params]:
+def split(tree: Params, prefixes: Sequence[str], *, whole: bool = False) -> tuple[Params, Params]:
     """The leaves whose path starts with one of the prefixes, and the others; `merge` puts them together again.
 
-    Both have the shape of `tree` with None where a leaf is in the other one, so neither holds what it should not send.
+    Both have the shape of `tree` with None where a leaf is in the other one, so neither holds what it should not send. Only
+    with `whole` may the prefixes cover everything.
 
     >>> split({"body": 1.0, "head": 2.0}, ["head"])
     ({'body': None, 'head': 2.0}, {'body': 1.0, 'head': None})
@@ -41,7 +42,7 @@ def split(tree: Params, prefixes: Sequence[str]) -> tuple[Params, Params]:
         if not any(_under(path, prefix) for path in paths):
             raise UserError(f"no parameter lies under {prefix!r}; the network has {', '.join(paths)}")
     inside = [any(_under(path, prefix) for prefix in prefixes) for path in paths]
-    if all(inside):
+    if all(inside) and not whole:
         raise UserError(f"{', '.join(prefixes)} covers every parameter of the network, so nothing is left to share")
     leaves, treedef = jax.tree.flatten(tree)
     chosen = [leaf if yes else None for leaf, yes in zip(leaves, inside, strict=True)]
@@ -66,6 +67,13 @@ def squared_distance(one: Params, other: Params) -> Float[Array, ""]:
     """Sum over all leaves of (one − other)²."""
     terms = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), one, other)
     return jax.tree.reduce(jnp.add, terms, jnp.float32(0))
+
+
+def normal_like(key: PRNGKeyArray, tree: Params) -> Params:
+    """Standard normal noise in the shape of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    noise = [jax.random.normal(one, leaf.shape) for one, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)]
+    return jax.tree.unflatten(structure, noise)
 
 
 def finite(tree: Any) -> Bool[Array, ""]:

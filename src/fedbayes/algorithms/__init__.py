@@ -13,6 +13,13 @@ REGISTRY = {
     "fedprox": ("fedbayes.algorithms.fedprox", "FedProx", "clients", "averaging with a pull towards the broadcast model"),
     "fedbabu": ("fedbayes.algorithms.fedbabu", "FedBABU", "clients", "body learnt together under a head that nobody trains"),
     "fedper": ("fedbayes.algorithms.fedper", "FedPer", "clients", "shared base, personal last layers"),
+    "fedhb-niw": ("fedbayes.algorithms.fedhb_niw", "FedHBNIW", "clients", "hierarchical Bayes: clients around one network"),
+    "fedhb-mixture": (
+        "fedbayes.algorithms.fedhb_mixture",
+        "FedHBMixture",
+        "clients",
+        "hierarchical Bayes: K prototypes, a gate",
+    ),
     "sfvi": ("fedbayes.algorithms.sfvi", "SFVI", "silos", "structured variational inference: a gradient a round, as if pooled"),
     "sfvi-avg": ("fedbayes.algorithms.sfvi_avg", "SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)"),
     "pvi": ("fedbayes.algorithms.pvi", "PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds"),

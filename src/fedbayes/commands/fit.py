@@ -18,12 +18,10 @@ from fedbayes.commands.display import progress_bar, show
 from fedbayes.commands.options import parse
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
-from fedbayes.silo_fit import SiloFit
+from fedbayes.silo_fit import ROUNDS, SiloFit
 from fedbayes.silo_text import verdict
 
 NEEDED = ("population", "silo", "silos")
-ROUNDS = {"SFVI": 5000, "SFVIAvg": 50, "PVI": 20}
-"""Rounds where neither the file nor the command line says how many."""
 USAGE = """usage: fedbayes fit FILE [--algorithm NAME] [options]
 
 Fit a NumPyro model over silos whose data stays apart. FILE is a Python file that has

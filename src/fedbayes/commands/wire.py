@@ -36,7 +36,11 @@ def main(arguments: Sequence[str]) -> None:
     chosen = choose(Options, arguments, "wire", does)
     if chosen is not None:
         options = chosen.options
-        _show(wire.manifest(chosen.algorithm.planned(options.settings.rounds), chosen.data), options.plain, "client")
+        _show(
+            wire.manifest(chosen.algorithm.planned(options.settings.rounds, **chosen.data.facts), chosen.data),
+            options.plain,
+            "client",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,264 @@
+"""FedHB with the Mixture prior (Kim and Hospedales 2023, section 3.2 and Appendix C).
+
+    μ_j ~ N(0, I) for j = 1 … K,   θ_i ~ 1/K Σ_j N(μ_j, σ² I),   q(μ_j) = r_j,   q_i(θ_i) = m_i            (20, 21)
+    client:  minimise −log p(D_i | m_i) − log Σ_j exp(−‖m_i − r_j‖²/2σ²)                           (22)
+    server:  c_ij ∝ exp(−‖m_i − r_j‖²/2σ²),   r_j = Σ_i c_ij m_i / (σ² + Σ_i c_ij)                   (24), one step of EM
+    gate:    g(x; β), the same network with K outputs, learns j* = argmin_j ‖m_i − r_j‖ from x; β is averaged
+    predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
+    adapt:   (22) on the client's rows, body and head                                              (84, 85)
+
+c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij and d of β. Sums
+are N times the mean over the clients of the round. Heads, also the gate's, stay at their random start while training.
+
+As printed, (24) moves a component that hardly any client chooses to the zero network, where none ever will. Here the prior of a
+component that has less than one client pulls it to where it was, and after `patience` such rounds in a row it starts again
+beside the component that has most clients.
+
+Reference:
+    Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.training import Training, descend, masked_mean, mean_loss, rows
+
+
+class Server(NamedTuple):
+    """The prototypes r (K of each array), the gate's body β, both heads; for how many rounds each was idle; bound and round."""
+
+    r: Params
+    beta: Params
+    head: Params
+    gate_head: Params
+    idle: Int[Array, " K"]
+    bound: Float[Array, ""]
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """The client's m after `adapt`, body and head; nothing while training."""
+
+    m: Params | None
+
+
+class Down(NamedTuple):
+    """The prototypes, the gate, the fixed heads, and this round's step size."""
+
+    r: Params
+    beta: Params
+    head: Params
+    gate_head: Params
+    lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """c_ij (m_i − r_j), c_ij, the gate's body, the training loss and the client's term (22) of the bound."""
+
+    moved: Mean[Params]
+    c: Mean[Float[Array, " K"]]
+    beta: Mean[Params]
+    loss: Mean[Float[Array, ""]]
+    objective: Mean[Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FedHBMixture(Algorithm[Server, Local, Down, Up]):
+    """K prototypes of a network; each client belongs near one of them, and a gate tells from a row which.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> FedHBMixture(mlp((64,), Categorical(10)), K=5).sigma2
+    0.1
+    """
+
+    model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    K: int = 2
+    """Prototypes."""
+    sigma2: float = 0.1
+    """σ², the variance of a client's weights around its prototype."""
+    head: tuple[str, ...] = ("head",)
+    """Paths of the part that is not trained, in the network and in the gate; with none, everything is."""
+    head_scale: float = 1.0
+    """The head at its start is multiplied by this."""
+    start: Literal["centre", "best"] = "centre"
+    """Where a client starts: at the mean of the prototypes, or at the one that fits its rows best."""
+    noise: float = 0.01
+    """Prototypes start alike but for noise of this deviation."""
+    shrink: bool = True
+    """Whether prototypes have the prior N(0, I), which draws them to 0; else a flat one."""
+    patience: int = 10
+    """Rounds with less than one client after which a prototype starts again."""
+    elbo: bool = False
+    """Whether clients also report their term of the bound, at the price of one more look at their rows."""
+    draws: int = 20
+    """Draws of a prediction, divided among prototypes as the gate says."""
+    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
+    """A client's round."""
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    """Personalisation in `adapt`."""
+    gate: Model | None = None
+    """The gating network, with K outputs; by default the network itself with another head."""
+    clients: int | None = None
+    """N, the clients that may take part; by default those of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("K", "sigma2", "draws", "patience"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
+        if self.start not in ("centre", "best"):
+            raise UserError(f"start is {self.start!r}, but a client starts at the centre or at the best prototype")
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """One network plus noise for the prototypes, another one for the gate."""
+        for_gate, for_noise = jax.random.split(jax.random.fold_in(key, 1))
+        head, body = trees.split(self.model.init(key), self.head)
+        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
+        r = _noisy(for_noise, r, self.noise if self.K > 1 else 0.0)
+        gate_head, beta = self._init_gate(for_gate)
+        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), jnp.float32(0), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
+        """Nothing."""
+        return Local(None)
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """The prototypes, the gate, the heads and the round's step size."""
+        return Down(server.r, server.beta, server.head, server.gate_head, self.train.lr_of(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Local epochs on (22) and on the gate, then the E-step."""
+        weight = 1 / jnp.maximum(rows(data), 1)
+
+        def F(both: tuple[Params, Params], key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            m, beta = both
+            loss = mean_loss(self.model, trees.merge(m, down.head), batch)
+            distance = squared_distances(m, down.r)
+            loss = loss - weight * jax.nn.logsumexp(-distance / (2 * self.sigma2))
+            return loss + (self._gate_loss(beta, down, jnp.argmin(distance), batch) if self.K > 1 else 0.0)
+
+        both, loss = descend(self.model, F, (self._start(down, data), down.beta), self.train, down.lr, key, data)
+        m_i, beta = both
+        distance = squared_distances(m_i, down.r)
+        c = jax.nn.softmax(-distance / (2 * self.sigma2))
+        moved = jax.tree.map(lambda m, r: c.reshape((-1,) + (1,) * m.ndim) * (m[None] - r), m_i, down.r)
+        objective = jnp.float32(0)
+        if self.elbo:
+            nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
+            objective = nll - jax.nn.logsumexp(-distance / (2 * self.sigma2))
+        return Up(moved, c, beta, loss, objective), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The M-step (24), and the gates' mean."""
+        count = self._N() * up.c  # Σ_i c_ij
+        kept = count / (count + self.sigma2) if self.shrink else jnp.where(count > 0, 1.0, 0.0)
+        rare = count < 1
+
+        def component(old: Array, moved: Array) -> Array:
+            along = (-1,) + (1,) * (old.ndim - 1)
+            mean = old + moved / jnp.maximum(up.c, 1e-30).reshape(along)  # Σ_i c_ij m_i / Σ_i c_ij
+            prior = jnp.where(rare.reshape(along), old, 0.0)
+            return prior + kept.reshape(along) * (jnp.where(up.c.reshape(along) > 0, mean, old) - prior)
+
+        r = jax.tree.map(component, server.r, up.moved)
+        idle = jnp.where(rare, server.idle + 1, 0)
+        again, most = idle >= self.patience, jnp.argmax(count)
+        beside = _noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r), self.noise)
+        r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
+        bound = -(self._N() * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
+        return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Equation 84; the head's weights have the prior N(head, σ² I)."""
+        weight = 1 / jnp.maximum(rows(data), 1)
+
+        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            body = jax.tree.map(lambda leaf, part: None if part is None else leaf, m, start, is_leaf=_is_none)
+            head = jax.tree.map(lambda leaf, part: None if part is None else leaf, m, down.head, is_leaf=_is_none)
+            apart = squared_distances(body, down.r) + trees.squared_distance(head, down.head)
+            return mean_loss(self.model, m, batch) - weight * jax.nn.logsumexp(-apart / (2 * self.sigma2))
+
+        start = self._start(down, data)
+        whole = trees.merge(start, down.head)
+        return Local(descend(self.model, F, whole, self.tune, self.tune.lr_of(1), key, data)[0])
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """One draw of the client's own m (85), or draws of the prototypes in the gate's shares (82) where it has none."""
+        if local.m is not None:
+            return self.model.apply(local.m, x)[None]
+        outputs = jax.vmap(lambda r: self.model.apply(trees.merge(r, down.head), x))(down.r)
+        if self.K == 1:
+            return outputs
+        # Draw s belongs to the prototype under the quantile (s + ½)/S: shares are right to 1/S, without chance.
+        edges = jnp.cumsum(self.gate_shares(down, x), axis=1)
+        quantiles = (jnp.arange(self.draws, dtype=edges.dtype) + 0.5) / self.draws
+        chosen = jnp.minimum(jnp.sum(quantiles[:, None, None] > edges[None], axis=2), self.K - 1)
+        return jnp.take_along_axis(outputs, chosen[:, :, None], axis=0)
+
+    def gate_shares(self, down: Down, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
+        """g(x; β)."""
+        return jax.nn.softmax(self._gate().apply(trees.merge(down.beta, down.gate_head), x), axis=1)
+
+    def _N(self) -> int:
+        if self.clients is None:
+            raise UserError("clients is not set: FedHB's server counts N, the clients that may take part; give clients=N")
+        return self.clients
+
+    def _start(self, down: Down, data: Data) -> Params:
+        if self.start == "centre":
+            return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
+        losses = jax.lax.map(lambda r: mean_loss(self.model, trees.merge(r, down.head), data), down.r)
+        return jax.tree.map(lambda leaf: leaf[jnp.argmin(losses)], down.r)
+
+    def _gate(self) -> Model:
+        return self.gate or self.model
+
+    def _init_gate(self, key: PRNGKeyArray) -> tuple[Params, Params]:
+        """The gate's head and body: the network's, its last axis of outputs cut or repeated to K."""
+        if self.gate is not None:
+            return trees.split(self.gate.init(key), self.head)
+        k = self.model.likelihood.outputs
+        draws = [self.model.init(one) for one in jax.random.split(key, -(-self.K // k))]
+        path = self.head or ("head",)
+        heads = [trees.split(draw, path, whole=True)[0] for draw in draws]
+        wide = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1)[..., : self.K], *heads)
+        params = trees.merge(wide, trees.split(draws[0], path, whole=True)[1])
+        return trees.split(params, self.head)
+
+    def _gate_loss(self, beta: Params, down: Down, label: Int[Array, ""], batch: Data) -> Float[Array, ""]:
+        """−log g_j*(x; β), over the rows of the batch."""
+        outputs = self._gate().apply(trees.merge(beta, down.gate_head), batch.x)
+        if outputs.shape[1] != self.K:
+            raise UserError(f"the gate gives {outputs.shape[1]} numbers per row for {self.K} prototypes; give gate=Model")
+        return masked_mean(-jax.nn.log_softmax(outputs, axis=1)[:, label], batch.mask)
+
+    def _kl(self, server: Server) -> Float[Array, ""]:
+        """KL(q(φ) ‖ p(φ)), equation 71, up to a constant."""
+        if not self.shrink:
+            return jnp.float32(0)
+        return jax.tree.reduce(jnp.add, jax.tree.map(lambda leaf: jnp.sum(leaf**2), server.r)) / 2
+
+
+def squared_distances(m: Params, r: Params) -> Float[Array, " K"]:
+    """‖m − r_j‖² for each j."""
+    terms = jax.tree.map(lambda one, many: jnp.sum((one[None] - many) ** 2, axis=tuple(range(1, many.ndim))), m, r)
+    return jax.tree.reduce(jnp.add, terms)
+
+
+def _noisy(key: PRNGKeyArray, tree: Params, scale: float) -> Params:
+    return jax.tree.map(lambda leaf, noise: leaf + scale * noise, tree, trees.normal_like(key, tree))
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None

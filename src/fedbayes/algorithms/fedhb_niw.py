@@ -1,0 +1,308 @@
+"""FedHB with the Normal-Inverse-Wishart prior (Kim and Hospedales 2023, section 3.1 and Appendix B).
+
+    θ_i ~ N(μ, Σ) for each client,   μ | Σ ~ N(0, Σ/λ0),   Σ ~ IW(Σ0, ν0)                             (13, 14)
+    q(μ, Σ) = N(μ; m0, Σ/l0) IW(Σ; V0, n0) with V0 diagonal,   q_i(θ_i) = m_i with columns dropped, p kept       (15, 16)
+    client:  minimise −log p(D_i | m̃_i) + p/2 Σ_k E[Σ⁻¹]_k (m_i − m0)²_k                              (17)
+    server:  m0 = p/(N + λ0) Σ m_i,   V0 = n0/(N + ν0) (Σ0 + Nε² + λ0 m0² + Σ ρ_i),
+             ρ_i = p (m_i − m0)² + (1 − p) m0²                                                     (18), the diagonal
+    predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν)                                                (19)
+    adapt:   (17) on the client's rows, body and head; then draws of m with columns dropped        (46, 12)
+
+Sums over clients are N times the mean over those of the round. Clients send their step δ_i = m_i − m0 and δ_i², from which both
+server updates follow: 2 d numbers, where the paper sends d and the server sees each client. The head stays at its random start
+while training. ε enters V0 alone: noise of 1e-4 on every weight of every step changes nothing that can be seen.
+
+**The prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
+n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0, and with
+Σ0 = (N + 3) σ0² a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3). "literal" is as printed: Σ0 = 1,
+ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows with the number d of weights until clients
+hardly move, so its step is implicit. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx with μ = 1/(σ0² |D_i|).
+
+Reference:
+    Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.training import Training, descend, mean_loss, rows
+
+
+class Server(NamedTuple):
+    """q(φ): m0 and V0 of the body, Σ0 of each array; the fixed head, the bound of the last round, and the rounds so far."""
+
+    m0: Params
+    V0: Params
+    Sigma0: Params
+    head: Params
+    bound: Float[Array, ""]
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """The client's m after `adapt`, body and head; nothing while training."""
+
+    m: Params | None
+
+
+class Down(NamedTuple):
+    """m0, V0, the fixed head, and this round's step size."""
+
+    m0: Params
+    V0: Params
+    head: Params
+    lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """The client's step δ_i = m_i − m0, its square, its training loss, and its term (5) of the bound."""
+
+    delta: Mean[Params]
+    square: Mean[Params]
+    loss: Mean[Float[Array, ""]]
+    objective: Mean[Float[Array, ""]]
+
+
+class Prior(NamedTuple):
+    """What q(φ) has besides m0 and V0, and `pull` with E[Σ⁻¹] = pull / V0."""
+
+    nu0: float
+    n0: float
+    l0: float
+    pull: float
+    degrees: float
+    """ν of the Student-t, n0 − d + 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FedHBNIW(Algorithm[Server, Local, Down, Up]):
+    """Every client's network is a Gaussian perturbation of a shared one; how far they lie apart is learnt weight by weight.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> FedHBNIW(mlp((64,), Categorical(10)), sigma0=0.05).p
+    0.999
+    """
+
+    model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    head: tuple[str, ...] = ("head",)
+    """Paths of the part that is not trained; with none, everything is."""
+    head_scale: float = 1.0
+    """The head at its start is multiplied by this."""
+    p: float = 0.999
+    """Share of columns that are kept: 1 − p is the dropout."""
+    epsilon: float = 1e-4
+    """ε, the width of the spikes of q_i."""
+    sigma0: float = 0.1
+    """σ0, the deviation of a weight between clients a priori."""
+    lambda0: float = 1.0
+    """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean."""
+    prior: Literal["coordinate", "literal", "fixed"] = "coordinate"
+    """The prior of Σ: weight by weight, as printed, or none."""
+    empirical: bool = False
+    """Whether Σ0 is learnt, one for each array of the network, by a step of EM a round."""
+    elbo: bool = False
+    """Whether clients also report their term of the bound, at the price of one more look at their rows."""
+    draws: int = 20
+    """S, networks that a prediction averages."""
+    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
+    """A client's round."""
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    """Personalisation in `adapt`."""
+    clients: int | None = None
+    """N, the clients that may take part; by default those of the run."""
+    rows: int | None = None
+    """|D|, the rows of all clients, which only the literal prior asks for; by default those of the run."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise UserError(f"p is {self.p}, but it is the share of columns that are kept: above 0, at most 1")
+        for name, least in (("sigma0", 0.0), ("epsilon", -1e-30), ("lambda0", -1e-30), ("draws", 0)):
+            if not getattr(self, name) > least:
+                raise UserError(f"{name} is {getattr(self, name)}, but it must not be {'0 or ' * (least == 0)}negative")
+        if self.prior not in ("coordinate", "literal", "fixed"):
+            raise UserError(f"prior is {self.prior!r}, but it is coordinate, literal or fixed")
+        if self.prior == "literal":
+            warnings.warn(
+                "the literal prior pulls harder the more weights a network has, until clients hardly move; "
+                "prior='coordinate' does not depend on their number",
+                stacklevel=3,
+            )
+        if self.empirical and self.prior != "coordinate":
+            raise UserError(f"Σ0 is learnt for the coordinate prior, but prior is {self.prior}; leave out one of the two")
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """m0 and the head at random; V0 such that a client sees Σ0 alone."""
+        head, m0 = trees.split(self.model.init(key), self.head)
+        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        Sigma0 = jax.tree.map(lambda leaf: jnp.float32(self._sigma0_squared()), m0)
+        of = self._prior(m0)
+        V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._N() + of.nu0) * one), m0, Sigma0)
+        return Server(m0, V0, Sigma0, head, jnp.float32(0), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
+        """Nothing."""
+        return Local(None)
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """q(φ), the head and the round's step size."""
+        return Down(server.m0, server.V0, server.head, self.train.lr_of(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Local epochs on (17), from m0."""
+        m_i, loss = self._fit(down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
+        delta = jax.tree.map(jnp.subtract, m_i, down.m0)
+        objective = self._objective(down, m_i, delta, data) if self.elbo else jnp.float32(0)
+        return Up(delta, jax.tree.map(jnp.square, delta), loss, objective), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """Equation 18."""
+        N, p, of = self._N(), self.p, self._prior(server.m0)
+
+        def mean(old: Array, delta: Array) -> Array:
+            return p * N / (N + self.lambda0) * (old + delta)
+
+        def scatter(old: Array, new: Array, delta: Array, square: Array) -> Array:
+            """Nε² + λ0 m0² + Σ ρ_i."""
+            moved = new - old
+            apart = jnp.maximum(square - 2 * moved * delta + moved**2, 0.0)  # the mean of (m_i − m0)²
+            return N * self.epsilon**2 + self.lambda0 * new**2 + N * (p * apart + (1 - p) * new**2)
+
+        m0 = jax.tree.map(mean, server.m0, up.delta)
+        parts = jax.tree.map(scatter, server.m0, m0, up.delta, up.square)
+        Sigma0 = server.Sigma0
+        if self.empirical:  # EM: Σ0 = ν0 / mean E[Σ⁻¹]
+            Sigma0 = jax.tree.map(lambda s, one: of.nu0 / jnp.mean((N + of.nu0) / (one + s)), parts, Sigma0)
+        V0 = server.V0
+        if self.prior != "fixed":
+            V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
+        bound = -(N * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
+        return Server(m0, V0, Sigma0, server.head, bound, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Equation 46, from m0: the head's weights have the prior of weights on which clients agree."""
+        start = trees.merge(down.m0, down.head)
+        of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.sigma0**2, leaf.dtype), down.head)
+        precision = trees.merge(self._precision(down), of_head)
+        nothing = jax.tree.map(lambda _: None, start)
+        return Local(self._fit(start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)[0])
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """The client's m with columns dropped (12), or Student-t draws around m0 where it has none (19)."""
+        if local.m is not None and self.p == 1:
+            return self.model.apply(local.m, x)[None]
+
+        def one(key: PRNGKeyArray) -> Float[Array, "n k"]:
+            if local.m is not None:
+                return self.model.apply(drop_columns(key, local.m, self.p), x)
+            return self.model.apply(trees.merge(self.student_t(key, down), down.head), x)
+
+        return jax.lax.map(one, jax.random.split(key, self.draws))
+
+    def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
+        """A draw of a new client's body (19)."""
+        of = self._prior(down.m0)
+        for_chi, key = jax.random.split(key)
+        heavy = jnp.sqrt(of.degrees / jax.random.chisquare(for_chi, of.degrees))
+        noise = trees.normal_like(key, down.m0)
+        scale = (of.l0 + 1) / (of.l0 * of.degrees)
+        return jax.tree.map(lambda m, V, e: m + heavy * jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+
+    def _N(self) -> int:
+        if self.clients is None:
+            raise UserError("clients is not set: FedHB's server counts N, the clients that may take part; give clients=N")
+        return self.clients
+
+    def _sigma0_squared(self) -> float:
+        return 1.0 if self.prior == "literal" else (self._N() + 3) * self.sigma0**2
+
+    def _prior(self, m0: Params) -> Prior:
+        N = self._N()
+        if self.prior != "literal":
+            return Prior(3, N + 3, N + self.lambda0, N + 3, N + 3)
+        if self.rows is None:
+            raise UserError("rows is not set: the literal prior counts |D|, the rows of all clients; give rows=|D|")
+        d = sum(leaf.size for leaf in jax.tree.leaves(m0))
+        n0 = self.rows + d + 2
+        return Prior(d + 2, n0, self.rows + 1, n0 + d + 1, self.rows + 3)
+
+    def _precision(self, down: Down) -> Params:
+        """E[Σ⁻¹], or what stands for it, of each weight."""
+        pull = self._prior(down.m0).pull
+        return jax.tree.map(lambda V: pull / V, down.V0)
+
+    def _fit(
+        self,
+        start: Params,
+        fixed: Params,
+        precision: Params,
+        training: Training,
+        lr: Float[Array, ""],
+        key: PRNGKeyArray,
+        data: Data,
+    ) -> tuple[Params, Float[Array, ""]]:
+        """(17) over |D_i|, by minibatches; the literal prior's pull is an implicit step after each."""
+        strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
+        implicit = self.prior == "literal"
+
+        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            loss = mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch)
+            return loss if implicit else loss + weighted_distance(strength, m, start) / 2
+
+        def pulled(m: Params) -> Params:
+            return jax.tree.map(lambda s, m, m0: (m + lr * s * m0) / (1 + lr * s), strength, m, start)
+
+        return descend(self.model, F, start, training, lr, key, data, pulled if implicit else None)
+
+    def _objective(self, down: Down, m_i: Params, delta: Params, data: Data) -> Float[Array, ""]:
+        """The client's term (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant."""
+        of = self._prior(down.m0)
+
+        def term(V: Array, m0: Array, delta: Array) -> Array:
+            rho = self.p * delta**2 + (1 - self.p) * m0**2
+            return jnp.sum(jnp.log(V) + of.n0 / V * (rho + self.epsilon**2)) / 2
+
+        apart = jax.tree.reduce(jnp.add, jax.tree.map(term, down.V0, down.m0, delta))
+        return rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data) + apart
+
+    def _kl(self, server: Server) -> Float[Array, ""]:
+        """KL(q(φ) ‖ p(φ)), equation 37, up to a constant."""
+        of = self._prior(server.m0)
+
+        def term(V: Array, m0: Array, Sigma0: Array) -> Array:
+            return jnp.sum(of.n0 * (Sigma0 + self.lambda0 * m0**2) / V + of.nu0 * (jnp.log(V) - jnp.log(Sigma0))) / 2
+
+        return jax.tree.reduce(jnp.add, jax.tree.map(term, server.V0, server.m0, server.Sigma0))
+
+
+def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
+    """m̃: each column of a weight matrix, which is what leaves one input unit, and each bias is kept with probability p."""
+    if p == 1:
+        return m
+    leaves, structure = jax.tree.flatten(m)
+    masks = [(*leaf.shape[-2:-1], 1) if leaf.ndim > 1 else (1,) * leaf.ndim for leaf in leaves]
+    sizes = [shape[0] if shape else 1 for shape in masks]
+    kept = (jax.random.uniform(key, (sum(sizes),)) < p).astype(jnp.float32)  # one draw for all
+    found, start = [], 0
+    for leaf, shape, size in zip(leaves, masks, sizes, strict=True):
+        mask = kept[start : start + size].reshape((1,) * (leaf.ndim - len(shape)) + shape)
+        found.append(leaf * jnp.broadcast_to(mask, leaf.shape))
+        start += size
+    return jax.tree.unflatten(structure, found)
+
+
+def weighted_distance(weights: Params, one: Params, other: Params) -> Float[Array, ""]:
+    """Σ w (one − other)² over all leaves."""
+    terms = jax.tree.map(lambda w, a, b: jnp.sum(w * (a - b) ** 2), weights, one, other)
+    return jax.tree.reduce(jnp.add, terms, jnp.float32(0))

@@ -1,0 +1,309 @@
+"""FedHB against what is known exactly: special cases, conjugate posteriors, and the bound."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+
+from fedbayes.algorithms.fedavg import FedAvg
+from fedbayes.algorithms.fedhb_mixture import FedHBMixture, squared_distances
+from fedbayes.algorithms.fedhb_niw import FedHBNIW, drop_columns
+from fedbayes.algorithms.fedprox import FedProx
+from fedbayes.data import Clients
+from fedbayes.errors import UserError
+from fedbayes.models import Categorical, Normal, from_functions, mlp
+from fedbayes.simulator import Simulation
+from fedbayes.stances import assess
+from fedbayes.training import Training
+
+TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
+TUNE = Training(epochs=3, batch=8, lr=0.05)
+ROWS = 20
+
+
+@pytest.fixture(scope="module")
+def equal():
+    """Five clients of 20 training rows each."""
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(5 * ROWS, 4)).astype(np.float32)
+    y = (x @ np.array([2.0, -1.0, 0.5, 1.0]) + generator.normal(size=5 * ROWS) > 0).astype(np.int32)
+    return Clients.build(x, y, np.repeat(np.arange(5), ROWS), test=0.0, name="equal")
+
+
+def simulated(algorithm, data, rounds, **options):
+    simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
+    for _ in range(rounds):
+        simulation.step()
+    return simulation
+
+
+def adapted(simulation, data, index=0):
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([index], ROWS))
+    return simulation.algorithm.adapt(jax.random.key(3), simulation.down(), simulation.fresh, rows)
+
+
+def niw(model, **options):
+    return FedHBNIW(model, **{"head": (), "p": 1.0, "lambda0": 0.0, "train": TRAIN, "tune": TUNE, **options})
+
+
+def mixture(model, **options):
+    return FedHBMixture(model, **{"head": (), "K": 1, "shrink": False, "train": TRAIN, "tune": TUNE, **options})
+
+
+@pytest.mark.parametrize("cohort", [None, 3])
+def test_niw_without_dropout_and_with_a_fixed_scale_is_fedprox(equal, model, cohort):
+    mu = 0.7
+    prox = FedProx(model, mu=mu, train=TRAIN, tune=TUNE, uniform=True)
+    one, other = (
+        simulated(algorithm, equal, 5, cohort=cohort)
+        for algorithm in (niw(model, prior="fixed", sigma0=(mu * ROWS) ** -0.5), prox)
+    )
+    assert_close(one.state.m0, other.state.params, 1e-6)
+    assert_close(adapted(one, equal).m, adapted(other, equal).params, 1e-6)
+
+
+@pytest.mark.parametrize("cohort", [None, 3])
+def test_mixture_of_one_is_fedprox(equal, model, cohort):
+    mu = 0.7
+    prox = FedProx(model, mu=mu, train=TRAIN, tune=TUNE, uniform=True)
+    one, other = (simulated(algorithm, equal, 5, cohort=cohort) for algorithm in (mixture(model, sigma2=1 / (mu * ROWS)), prox))
+    assert_close(jax.tree.map(lambda leaf: leaf[0], one.state.r), other.state.params, 1e-6)
+    assert_close(adapted(one, equal).m, adapted(other, equal).params, 1e-6)
+
+
+def test_mixture_of_one_has_the_shrunken_mean_on_the_server(equal, model):
+    sigma2 = 0.5
+    plain, shrunken = (simulated(mixture(model, sigma2=sigma2, shrink=shrink), equal, 1).state.r for shrink in (False, True))
+    assert_close(shrunken, jax.tree.map(lambda leaf: 5 / (5 + sigma2) * leaf, plain), 1e-6)
+
+
+def test_flat_priors_are_fedavg(equal, model):
+    average = simulated(FedAvg(model, train=TRAIN, tune=TUNE, uniform=True), equal, 5).state.params
+    assert_close(simulated(niw(model, sigma0=1e6), equal, 5).state.m0, average, 1e-6)
+    assert_close(simulated(niw(model, sigma0=1e6, prior="fixed"), equal, 5).state.m0, average, 1e-6)
+    flat = simulated(mixture(model, sigma2=1e12), equal, 5).state.r
+    assert_close(jax.tree.map(lambda leaf: leaf[0], flat), average, 1e-6)
+
+
+NOISE = 0.5
+
+
+def coordinates(d):
+    """y = w_k + noise where x names coordinate k: every coordinate is a normal mean of its own."""
+
+    def init(key):
+        return {"body": {"w": jnp.zeros((d,))}}
+
+    def apply(params, x):
+        return (x @ params["body"]["w"])[:, None]
+
+    return from_functions(init, apply, Normal(scale=NOISE), shape=(d,))
+
+
+def normal_means(d, clients=6, rows=4):
+    """Clients with `rows` rows of each of d coordinates; coordinate 0 has the same numbers whatever d is."""
+    generators = [np.random.default_rng([5, k]) for k in range(d)]
+    theta = np.stack([1.0 + 0.8 * generator.normal(size=clients) for generator in generators], axis=1)
+    y = np.stack([theta[:, [k]] + NOISE * generator.normal(size=(clients, rows)) for k, generator in enumerate(generators)], 2)
+    x = np.tile(np.repeat(np.eye(d, dtype=np.float32), rows, axis=0), (clients, 1))
+    flat = y.transpose(0, 2, 1).reshape(-1).astype(np.float32)
+    return Clients.build(x, flat, np.repeat(np.arange(clients), d * rows), test=0.0), y.mean(axis=1)
+
+
+FULL = Training(epochs=300, batch=10_000, lr=0.05)
+
+
+def test_server_and_clients_reach_the_posterior_of_the_conjugate_model():
+    """Block by block: m_i is normal-normal given q(φ), and q(φ) is the textbook's NIG posterior given the m_i."""
+    d, N, rows, sigma0 = 3, 6, 4, 0.3
+    data, means = normal_means(d)
+    algorithm = FedHBNIW(
+        coordinates(d), head=(), p=1.0, epsilon=0.0, lambda0=1.0, sigma0=sigma0, train=dataclasses.replace(FULL, lr=0.3)
+    )
+    state = simulated(algorithm, data, 40).state
+    m0, V0 = np.zeros(d), np.full(d, (N + 3) * sigma0**2)
+    for _ in range(40):
+        precision, observed = (N + 3) / V0, rows / NOISE**2
+        m = (observed * means + precision * m0) / (observed + precision)
+        m0, V0 = _textbook(m, (N + 3) * sigma0**2)
+    np.testing.assert_allclose(state.m0["body"]["w"], m0, rtol=1e-4)
+    np.testing.assert_allclose(state.V0["body"]["w"], V0, rtol=1e-4)
+
+
+def _textbook(m, Psi, kappa=1.0):
+    """Posterior of a normal's mean and variance, in the form with the sample mean and scatter (Murphy 2007, section 6)."""
+    N, mean = len(m), m.mean(axis=0)
+    return N * mean / (kappa + N), Psi + ((m - mean) ** 2).sum(axis=0) + kappa * N / (kappa + N) * mean**2
+
+
+def test_results_do_not_depend_on_the_number_of_other_coordinates():
+    def first(d):
+        # The mean over rows has d times as many rows: a step d times as long is the same step for each coordinate.
+        train = dataclasses.replace(FULL, lr=0.05 * d, epochs=30)
+        data, _ = normal_means(d)
+        state = simulated(FedHBNIW(coordinates(d), head=(), p=1.0, train=train), data, 4).state
+        return float(state.m0["body"]["w"][0]), float(state.V0["body"]["w"][0])
+
+    np.testing.assert_allclose(first(1), first(40), rtol=2e-5)
+
+
+def test_empirical_bayes_finds_the_scale_that_makes_the_clients_most_likely():
+    """Against a grid over the marginal likelihood of the m_i, which stay where they are as the prior is all but flat."""
+    d, N = 40, 6
+    data, means = normal_means(d)
+    algorithm = FedHBNIW(
+        coordinates(d),
+        head=(),
+        p=1.0,
+        epsilon=0.0,
+        lambda0=0.0,
+        sigma0=3.0,
+        empirical=True,
+        train=dataclasses.replace(FULL, lr=2.0),
+    ).planned(1, **data.facts)
+    key, state = jax.random.key(0), algorithm.init_server(jax.random.key(0))
+    up = jax.tree.map(jnp.zeros_like, algorithm.client(key, algorithm.broadcast(key, state), None, _rows(data))[0])
+    m = jnp.asarray(means, jnp.float32)
+    for _ in range(200):
+        old = state.m0["body"]["w"]
+        up = up._replace(
+            delta={"body": {"w": (m - old[None]).mean(axis=0)}}, square={"body": {"w": ((m - old[None]) ** 2).mean(axis=0)}}
+        )
+        state = algorithm.server(key, state, None, up)
+    scatter = ((means - means.mean(axis=0)) ** 2).sum(axis=0)
+    grid = np.exp(np.linspace(-4, 4, 4001))
+    evidence = [(3 * np.log(s) - (N + 3) * np.log(s + scatter)).sum() for s in grid]
+    np.testing.assert_allclose(state.Sigma0["body"]["w"], grid[np.argmax(evidence)], rtol=3e-3)
+
+
+def _rows(data):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([0], int(data.train_counts[0])))
+
+
+def test_draws_of_a_new_client_are_student_t():
+    data, _ = normal_means(2, clients=3)
+    algorithm = FedHBNIW(coordinates(2), head=(), sigma0=0.5, p=1.0).planned(1, **data.facts)
+    state = algorithm.init_server(jax.random.key(0))
+    down = algorithm.broadcast(jax.random.key(0), state)
+    w = jax.vmap(lambda key: algorithm.student_t(key, down)["body"]["w"])(jax.random.split(jax.random.key(1), 100_000))
+    # t_6 with scale² = (l0 + 1)/l0 V0/6 where V0 = 6 · 0.25 and l0 = 4: variance 6/4 times that; E|t| of it in closed form.
+    scale = np.sqrt(5 / 4 * 0.25)
+    np.testing.assert_allclose(w.std(axis=0), scale * np.sqrt(6 / 4), rtol=0.02)
+    np.testing.assert_allclose(np.quantile(w, [0.05, 0.95], axis=0)[1], 1.943 * scale, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["niw", "mixture"])
+def test_the_negative_bound_does_not_rise_on_a_fixed_cohort(kind, equal):
+    """Where clients solve their own problem each round; a linear model, so that they can."""
+    model = mlp((4,), Categorical(2), hidden=())
+    train = Training(epochs=400, batch=ROWS, lr=0.3)
+    algorithm = (
+        FedHBNIW(model, head=(), p=1.0, sigma0=0.3, elbo=True, train=train)
+        if kind == "niw"
+        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=0.1, elbo=True, train=train, start="best")
+    )
+    simulation = Simulation(algorithm.planned(12, **equal.facts), equal)
+    bounds = [simulation.step().metrics["bound"] for _ in range(12)]
+    assert all(after > before - 1e-3 for before, after in itertools.pairwise(bounds))
+    assert bounds[-1] > bounds[0] + 0.1
+
+
+def test_columns_are_kept_with_probability_p():
+    m = {"kernel": jnp.ones((500, 3)), "bias": jnp.ones(3), "conv": jnp.ones((2, 2, 400, 5)), "scale": jnp.ones(())}
+    dropped = drop_columns(jax.random.key(0), m, 0.7)
+    rows = np.asarray(dropped["kernel"])
+    assert (rows == rows[:, :1]).all()
+    assert abs(rows[:, 0].mean() - 0.7) < 0.06
+    channels = np.asarray(dropped["conv"])
+    assert (channels == channels[:1, :1, :, :1]).all()
+    assert abs(channels[0, 0, :, 0].mean() - 0.7) < 0.07
+    assert set(np.unique(dropped["bias"])) in ({0.0}, {1.0})
+    assert drop_columns(jax.random.key(0), m, 1.0) is m
+
+
+def two_groups(clients, seed=0, rows=30):
+    """Half the clients see rows around +2 and label them by a line, the others around −2 and label them the other way."""
+    generator = np.random.default_rng(seed)
+    group = np.arange(clients) % 2
+    side = np.repeat(group, rows)
+    x = generator.normal(size=(clients * rows, 4)).astype(np.float32)
+    y = ((x[:, 0] > 0) ^ (side == 1)).astype(np.int32)
+    x[:, 3] += np.where(side == 1, -2.0, 2.0)
+    return Clients.build(x, y, np.repeat(np.arange(clients), rows), test=0.3, name="groups"), group
+
+
+def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own():
+    data, group = two_groups(40)
+    data = data.hold_out(10, seed=1)
+    model = mlp((4,), Categorical(2), hidden=(16,))
+    algorithm = FedHBMixture(
+        model, head=(), K=2, noise=0.1, start="best", train=Training(epochs=5, batch=20, lr=0.1, momentum=0.9)
+    )
+    simulation = simulated(algorithm, data, 25, cohort=10)
+    down, found = simulation.down(), []
+    for index in range(len(data)):
+        rows = _client(data, index)
+        losses = [float(squared_distances(simulation.algorithm._start(down, rows), down.r)[j]) for j in range(2)]
+        shares = np.asarray(algorithm.gate_shares(down, rows.x)).mean(axis=0)
+        found.append((int(np.argmin(losses)), int(np.argmax(shares))))
+    found = np.array(found)
+    for column, members in ((0, ~data.unseen), (1, data.unseen)):  # prototypes of those that trained, the gate for new ones
+        agreement = (found[members, column] == group[members]).mean()
+        assert max(agreement, 1 - agreement) >= 0.95
+    assert (found[:, 0] == found[:, 1]).mean() >= 0.95
+    accuracy = assess(simulation).summary()["global"]["unseen"]["accuracy"]["rows"]
+    assert accuracy > 0.9  # one network for all could be right in half of the rows where it does not see x[3]
+
+
+def _client(data, index):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([index], int(data.train_counts[index])))
+
+
+def test_no_component_dies(equal, model):
+    """A prototype far from everyone stays where it is, and starts again beside the one that has the clients."""
+    algorithm = mixture(model, K=2, shrink=True, patience=3).planned(9, **equal.facts)
+    simulation = Simulation(algorithm, equal)
+    far = jax.tree.map(lambda leaf: leaf.at[1].add(50.0), simulation.state.r)
+    simulation.state = simulation.state._replace(r=far)
+    algorithm_best = dataclasses.replace(algorithm, start="best")
+    simulation.algorithm = algorithm_best
+    for round in range(1, 4):
+        simulation.step()
+        norm = float(sum(jnp.sum(leaf[1] ** 2) for leaf in jax.tree.leaves(simulation.state.r)))
+        if round < 3:
+            assert norm > 1000
+            assert int(simulation.state.idle[1]) == round
+    apart = squared_distances(jax.tree.map(lambda leaf: leaf[0], simulation.state.r), simulation.state.r)[1]
+    assert 0 < float(apart) < 1
+
+
+def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
+    model = mlp((4,), Categorical(2), hidden=(400,))
+    with pytest.warns(UserWarning, match="the literal prior pulls harder the more weights a network has"):
+        algorithm = FedHBNIW(model, prior="literal", head=(), train=TRAIN).planned(3, **equal.facts)
+    simulation = simulated(algorithm, equal, 3)
+    of = algorithm._prior(simulation.state.m0)
+    strength = of.pull / min(float(leaf.max()) for leaf in jax.tree.leaves(simulation.state.V0)) / ROWS
+    assert strength * TRAIN.lr > 2  # a gradient step of this size would have diverged
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(simulation.state))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda model: FedHBNIW(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
+        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but it must not be 0 or negative"),
+        (lambda model: FedHBNIW(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
+        (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "clients is not set: FedHB's server counts N"),
+        (lambda model: FedHBMixture(model, K=0), "K is 0, but it must be above 0"),
+        (lambda model: FedHBMixture(model, start="far"), "start is 'far', but a client starts at the centre"),
+        (lambda model: FedHBNIW(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
+    ],
+)
+def test_bad_settings_get_one_sentence(make, sentence, model):
+    with pytest.raises(UserError, match=sentence):
+        make(model)
