@@ -5,7 +5,9 @@ from fedbayes.algorithms.fedbabu import FedBABU
 from fedbayes.algorithms.fedhb_mixture import FedHBMixture
 from fedbayes.algorithms.fedhb_niw import FedHBNIW
 from fedbayes.algorithms.fedper import FedPer
+from fedbayes.algorithms.fedpop import FedPop
 from fedbayes.algorithms.fedprox import FedProx
+from fedbayes.algorithms.pfedbayes import PFedBayes
 from fedbayes.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.2, momentum=0.5)
@@ -19,5 +21,9 @@ TABLE = {
         model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, clients=4, rows=80
     ),
     "fedhb-mixture": lambda model: FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, clients=4),
+    "pfedbayes": lambda model: PFedBayes(
+        model, zeta=0.1, draws=3, train=Training(2, "adam", 8, lr=0.02), tune=Training(5, "adam", 8, lr=0.02)
+    ),
+    "fedpop": lambda model: FedPop(model, eta=0.01, sigma=0.5, adapt_steps=20, draws=3, train=TRAIN),
     "fedper": lambda model: FedPer(model, train=TRAIN, tune=TUNE),
 }

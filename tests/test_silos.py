@@ -182,8 +182,12 @@ def iterates(steps=20):
         parts, edges = [part["y"].astype(float) for part in partition(*counts).values()], np.cumsum((0, *counts))
         data = [{"y": jnp.asarray(part)} for part in parts]
         whole = {"y": jnp.asarray(np.concatenate(parts))}
-        server = algorithm.init_server(jax.random.key(0), data[0])
-        local = [algorithm.init_local(jax.random.key(0), part) for part in data]
+        server, local = jax.jit(
+            lambda algorithm=algorithm, data=data: (
+                algorithm.init_server(jax.random.key(0), data[0]),
+                [algorithm.init_local(jax.random.key(0), part) for part in data],
+            )
+        )()
 
         @jax.jit
         def iterate(server, local, number, algorithm=algorithm, data=data, whole=whole, edges=edges):
@@ -263,7 +267,7 @@ def test_bytes_of_a_round_hold_no_latent_s_posterior_and_no_datum(name):
     advanced(simulation, 3)
     data = simulation.data("s1")
     down, own = simulation.down(), simulation.own("s1")
-    up, new = simulation.algorithm.client(jax.random.key(1), down, own, data)
+    up, new = jax.jit(simulation.algorithm.client)(jax.random.key(1), down, own, data)
     sent = wire.pack(jax.device_get(up)) + wire.pack(jax.device_get(down))
     for secret in [*Y[5:], *jax.tree.leaves(own.eta), *jax.tree.leaves(new.eta)]:
         assert np.asarray(secret).tobytes() not in sent

@@ -1,5 +1,7 @@
 """The bound of a silo and its gradients, where the answer is known."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +32,11 @@ OFF = Shared(gaussian.Global(jnp.float32([0.8]), jnp.float32([-0.6]), jnp.zeros(
 OFF_LOCAL = jax.tree.map(lambda leaf: leaf + jnp.linspace(0.0, 0.15, leaf.size).reshape(leaf.shape), EXACT_LOCAL)
 
 
-def gradients(family, shared, eta, key=0, model=MODEL, indices=None):
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(family, shared, eta):
+    model, key, indices = MODEL, 0, {}
     noise_G, noise_L, _ = variational.chance(family, model, jax.random.key(key), DATA)
-    value, more, own = variational.silo_gradient(family, model, shared, eta, noise_G, noise_L, DATA, indices or {})
+    value, more, own = variational.silo_gradient(family, model, shared, eta, noise_G, noise_L, DATA, indices)
     also, prior = variational.own_gradient(model.log_population, shared, noise_G)
     return value + also, jax.tree.map(jnp.add, prior, more), own
 
@@ -112,7 +116,8 @@ def test_a_subsampled_plate_gives_the_same_in_the_mean():
 
 def test_evidence_by_importance_sampling():
     z = jnp.float32([[0.4], [1.9]])
-    found = variational.log_evidence(Family(), MODEL, jax.random.key(0), EXACT, EXACT_LOCAL, DATA, z, 20)
+    evidence = jax.jit(lambda z: variational.log_evidence(Family(), MODEL, jax.random.key(0), EXACT, EXACT_LOCAL, DATA, z, 20))
+    found = evidence(z)
     expected = [dist.Normal(float(mean), np.hypot(0.7, 0.5)).log_prob(Y).sum() for mean in z[:, 0]]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
@@ -128,7 +133,8 @@ def test_evidence_with_latents_in_no_plate():
     model = Structured(population, shifted)
     eta = Family().init_local(jax.random.key(0), model, DATA)
     eta[""] = eta[""]._replace(log_scale=jnp.full((1, 1), np.log(0.4)), mean=jnp.full((1, 1), 0.2))
-    found = variational.log_evidence(Family(), model, jax.random.key(0), EXACT, eta, DATA, jnp.full((4, 1), 1.0), 800)
+    evidence = jax.jit(lambda z: variational.log_evidence(Family(), model, jax.random.key(0), EXACT, eta, DATA, z, 800))
+    found = evidence(jnp.full((4, 1), 1.0))
     scale = 0.25 * np.ones((12, 12)) + np.eye(12)
     expected = dist.MultivariateNormal(jnp.ones(12), jnp.asarray(scale, jnp.float32)).log_prob(Y)
     np.testing.assert_allclose(found, float(expected), atol=0.15)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedhb_mixture import FedHBMixture
     from fedbayes.algorithms.fedhb_niw import FedHBNIW
     from fedbayes.algorithms.fedper import FedPer
+    from fedbayes.algorithms.fedpop import FedPop
     from fedbayes.algorithms.fedprox import FedProx
+    from fedbayes.algorithms.pfedbayes import PFedBayes
     from fedbayes.algorithms.pvi import PVI
     from fedbayes.algorithms.sfvi import SFVI
     from fedbayes.algorithms.sfvi_avg import SFVIAvg
@@ -42,9 +44,11 @@ _WHERE = {
     "FedHBMixture": "algorithms.fedhb_mixture",
     "FedHBNIW": "algorithms.fedhb_niw",
     "FedPer": "algorithms.fedper",
+    "FedPop": "algorithms.fedpop",
     "FedProx": "algorithms.fedprox",
     "Fit": "fit",
     "Mean": "algorithm",
+    "PFedBayes": "algorithms.pfedbayes",
     "PVI": "algorithms.pvi",
     "Reduce": "algorithm",
     "SFVI": "algorithms.sfvi",
@@ -73,9 +77,11 @@ __all__ = [
     "FedHBMixture",
     "FedHBNIW",
     "FedPer",
+    "FedPop",
     "FedProx",
     "Fit",
     "Mean",
+    "PFedBayes",
     "Reduce",
     "SFVIAvg",
     "SiloFit",

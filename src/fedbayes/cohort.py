@@ -162,13 +162,13 @@ def up_of(algorithm: AnyAlgorithm) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def init_server(algorithm: AnyAlgorithm, key: PRNGKeyArray) -> Any:
     """`algorithm.init_server`, compiled."""
-    return algorithm.init_server(key)
+    return trees.strong(algorithm.init_server(key))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_local(algorithm: AnyAlgorithm, key: PRNGKeyArray, data: Any) -> Any:
     """`algorithm.init_local`, compiled."""
-    return algorithm.init_local(key, data)
+    return trees.strong(algorithm.init_local(key, data))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedbayes import trees
 
 STEPS = 50
 """Of the barycentre's fixed point; it gains a digit or so in each."""
@@ -162,3 +164,32 @@ def _apply(matrix: Float[Array, "*b n"], vector: Float[Array, " n"]) -> Float[Ar
 
 def _unit(lower: Float[Array, "*b d d"]) -> Float[Array, "*b d d"]:
     return jnp.tril(lower, -1) + jnp.eye(lower.shape[-1])
+
+
+class MeanField(NamedTuple):
+    """A Gaussian over a network's weights, each on its own: means and ρ, with σ = log(1 + e^ρ)."""
+
+    mean: Any
+    rho: Any
+
+
+def draw(key: PRNGKeyArray, q: MeanField) -> Any:
+    """Weights μ + σ ε."""
+    noise = trees.normal_like(key, q.mean)
+    return jax.tree.map(lambda mean, rho, e: mean + jax.nn.softplus(rho) * e, q.mean, q.rho, noise)
+
+
+def kl(q: MeanField, p: MeanField) -> Float[Array, ""]:
+    """KL(q ‖ p), summed over all weights.
+
+    >>> q, p = MeanField(jnp.ones(1), jnp.zeros(1)), MeanField(jnp.zeros(1), jnp.zeros(1))
+    >>> round(float(kl(q, p) * math.log(2) ** 2 * 2), 4)  # the means are 1 apart, and σ = log 2 in both
+    1.0
+    """
+
+    def term(mean_q: Array, rho_q: Array, mean_p: Array, rho_p: Array) -> Array:
+        sigma_q, sigma_p = jax.nn.softplus(rho_q), jax.nn.softplus(rho_p)
+        ratio = (sigma_q / sigma_p) ** 2
+        return jnp.sum(ratio + ((mean_q - mean_p) / sigma_p) ** 2 - 1 - jnp.log(ratio)) / 2
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(term, q.mean, q.rho, p.mean, p.rho))

@@ -277,19 +277,14 @@ def _groups(parts: list[tuple[Form, tuple[Array, ...]]]) -> list[Group]:
     return [Group(form, tuple(found), _stack([parts[place][1] for place in found])) for form, found in places.items()]
 
 
-def _strong(tree: Any) -> Any:
-    """Arrays without weak types: else what comes out of a round has another type than what went in, and compiles again."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), tree)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_server(algorithm: Any, form: Form, key: Any, arrays: tuple[Array, ...]) -> Any:
-    return _strong(algorithm.init_server(key, put_together(form, arrays)))
+    return trees.strong(algorithm.init_server(key, put_together(form, arrays)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_local(algorithm: AnyAlgorithm, form: Form, key: Any, arrays: tuple[Array, ...]) -> Any:
-    return _strong(algorithm.init_local(key, put_together(form, arrays)))
+    return trees.strong(algorithm.init_local(key, put_together(form, arrays)))
 
 
 def _stack(rows: Sequence[Any]) -> Any:

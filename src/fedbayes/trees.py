@@ -156,6 +156,11 @@ def put_together(form: Form, arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(form.treedef, [next(rest) if leaf is None else leaf for leaf in form.plain])
 
 
+def strong(tree: Any) -> Any:
+    """Arrays without weak types: else what comes out of a round has another type than what went in, and compiles again."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), tree)
+
+
 def zeros(tree: Any) -> Any:
     """Zeros with the shapes and dtypes of `tree`, whose leaves may be ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

@@ -20,6 +20,8 @@ REGISTRY = {
         "clients",
         "hierarchical Bayes: K prototypes, a gate",
     ),
+    "pfedbayes": ("fedbayes.algorithms.pfedbayes", "PFedBayes", "clients", "personal Gaussian networks around a shared one"),
+    "fedpop": ("fedbayes.algorithms.fedpop", "FedPop", "clients", "shared base, heads sampled under a population prior"),
     "sfvi": ("fedbayes.algorithms.sfvi", "SFVI", "silos", "structured variational inference: a gradient a round, as if pooled"),
     "sfvi-avg": ("fedbayes.algorithms.sfvi_avg", "SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)"),
     "pvi": ("fedbayes.algorithms.pvi", "PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds"),

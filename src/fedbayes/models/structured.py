@@ -286,7 +286,7 @@ def inseparable(structured: Structured, data: Any) -> str:
     # Within a plate only numbers tell: terms of even elements must not change with the latents of odd ones.
     z = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(1), leaf.shape), shapes)
     even = {name: (jnp.arange(leaf.size) % 2 == 0).astype(real) for name, leaf in found.items()}
-    (at_z,) = jax.vjp(lambda z: terms(jnp.zeros(z_G.shape), z), z)[1](even)
+    (at_z,) = jax.jit(lambda z: jax.vjp(lambda z: terms(jnp.zeros(z_G.shape), z), z)[1](even))(z)
     for name in [name for name in shapes if name and jnp.any(jnp.nan_to_num(at_z[name][1::2]) != 0)]:
         return f"an element of plate {name!r} depends on another one's latents"
     return ""

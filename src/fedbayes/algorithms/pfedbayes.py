@@ -1,0 +1,176 @@
+"""pFedBayes: personalised federated learning by variational inference (Zhang et al. 2022, Algorithm 1).
+
+    q_i(θ) = N(μ_i, σ_i²) weight by weight stays with the client; w = N(μ, σ²) is shared, and is every client's prior
+    client:  for each minibatch: `personal_steps` Adam steps on q_i:  −Σ log p(y | x, θ) + ζ/B · KL(q_i ‖ w_i),  θ ~ q_i,
+             then one on its copy w_i of the shared one:  ζ/B · KL(q_i ‖ w_i);          B is the number of minibatches
+    server:  w ← (1 − β) w + β Σ_i n_i w_i / Σ_i n_i, means and ρ alike, with σ = log(1 + e^ρ)
+    adapt:   q_i alone is fitted to the client's rows, from w, with w as its prior
+
+θ is drawn with noise of deviation 1, of which the public code has a thousandth.
+
+Reference:
+    Zhang, Li, Li, Guo, Shao. Personalized federated learning via variational Bayesian inference. ICML 2022.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import gaussian, trees
+from fedbayes.algorithm import Algorithm, Data, Mean, Sum
+from fedbayes.errors import UserError
+from fedbayes.gaussian import MeanField
+from fedbayes.models import Model
+from fedbayes.training import Training, local_steps, mean_loss, rows
+
+
+class Server(NamedTuple):
+    """The shared Gaussian w and the number of rounds behind it."""
+
+    w: MeanField
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """The client's own q, and whether it has one yet; until then w stands for it."""
+
+    q: MeanField
+    own: Bool[Array, ""]
+
+
+class Down(NamedTuple):
+    """The shared Gaussian and this round's step size."""
+
+    w: MeanField
+    lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """The client's copy of w after its round, how many rows it has, and its training loss."""
+
+    w: Mean[MeanField]
+    weight: Sum[Float[Array, ""]]
+    loss: Mean[Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PFedBayes(Algorithm[Server, Local, Down, Up]):
+    """Each client has its own Gaussian network, whose prior is a Gaussian network that all share.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> PFedBayes(mlp((64,), Categorical(10))).zeta
+    10.0
+    """
+
+    model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    zeta: float = 10.0
+    """ζ, weight of the KL divergence."""
+    personal_steps: int = 5
+    """Steps on q for each minibatch."""
+    beta: float = 1.0
+    """β, how far the server moves to the mean of the clients' copies."""
+    rho: float = -3.0
+    """ρ at the start."""
+    spread: float | None = 0.1
+    """Deviation of the means at the start; None starts them as the network does."""
+    draws: int = 10
+    """Networks that a prediction averages."""
+    train: Training = Training(epochs=1, optimiser="adam", batch=50, lr=0.001)
+    """A client's round."""
+    tune: Training = Training(epochs=5, optimiser="adam", batch=50, lr=0.001)
+    """Fitting q in `adapt`."""
+
+    def __post_init__(self) -> None:
+        for name in ("personal_steps", "draws"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
+        if not self.zeta >= 0 or not 0 < self.beta <= 1:
+            raise UserError(f"zeta is {self.zeta} and beta {self.beta}; zeta is not negative, and beta above 0 and at most 1")
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """Means at random, all ρ alike."""
+        return Server(self._init(key), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
+        """No q yet."""
+        return Local(trees.zeros(self._init(key)), jnp.bool_(False))
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """The shared Gaussian and the round's step size."""
+        return Down(server.w, self.train.lr_of(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Steps on q and on the copy of w, minibatch by minibatch."""
+        q, w, loss = self._fit(self._own(down, local), down.w, self.train, down.lr, key, data, moving=True)
+        return Up(w, rows(data), loss), Local(q, jnp.bool_(True))
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The weighted mean."""
+        return Server(jax.tree.map(lambda old, new: old + self.beta * (new - old), server.w, up.w), server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Fit q to the rows, with w as it is."""
+        q, _, _ = self._fit(self._own(down, local), down.w, self.tune, self.tune.lr_of(1), key, data, moving=False)
+        return Local(q, jnp.bool_(True))
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """Draws of the client's q, or of w where it has none."""
+        q = self._own(down, local)
+        return jax.lax.map(lambda key: self.model.apply(gaussian.draw(key, q), x), jax.random.split(key, self.draws))
+
+    def _init(self, key: PRNGKeyArray) -> MeanField:
+        mean = self.model.init(key)
+        if self.spread is not None:
+            mean = jax.tree.map(lambda noise: self.spread * noise, trees.normal_like(key, mean))
+        return MeanField(mean, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.rho), mean))
+
+    def _own(self, down: Down, local: Local) -> MeanField:
+        return jax.tree.map(lambda q, w: jnp.where(local.own, q, w), local.q, down.w)
+
+    def _fit(
+        self,
+        q: MeanField,
+        w: MeanField,
+        training: Training,
+        lr: Float[Array, ""],
+        key: PRNGKeyArray,
+        data: Data,
+        *,
+        moving: bool,
+    ) -> tuple[MeanField, MeanField, Float[Array, ""]]:
+        optimiser = training.build(lr, self.model)
+        batch = min(training.batch, data.mask.shape[0])
+        share = self.zeta / jnp.maximum(jnp.ceil(rows(data) / batch), 1)
+
+        def loss(q: MeanField, w: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            fit = rows(batch) * mean_loss(self.model, gaussian.draw(key, q), batch)
+            return fit + share * gaussian.kl(q, w)
+
+        def ascend(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+            with trees.other_peoples_code():
+                updates, state = optimiser.update(gradient, state, values)
+            return optax.apply_updates(values, updates), state
+
+        def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
+            q, w, of_q, of_w, total, steps = carry
+
+            def personal(number: Any, inner: Any) -> Any:
+                q, of_q, _ = inner
+                value, gradient = jax.value_and_grad(loss)(q, w, jax.random.fold_in(key, number), batch)
+                return *ascend(q, gradient, of_q), value
+
+            q, of_q, value = jax.lax.fori_loop(0, self.personal_steps, personal, (q, of_q, jnp.float32(0)))
+            if moving:
+                w, of_w = ascend(w, jax.grad(lambda w: share * gaussian.kl(q, w))(w), of_w)
+            return q, w, of_q, of_w, total + value, steps + 1
+
+        start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
+        q, w, _, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
+        return q, w, total / jnp.maximum(steps, 1)
