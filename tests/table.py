@@ -1,9 +1,15 @@
 """One row for each registered algorithm: a small instance that test_algorithms.py puts through everything."""
 
+import numpy as np
+
+from fedbayes.algorithms.ensemble import Ensemble
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU
+from fedbayes.algorithms.fedbe import FedBE, Unlabelled
+from fedbayes.algorithms.fedem import FedEM
 from fedbayes.algorithms.fedhb_mixture import FedHBMixture
 from fedbayes.algorithms.fedhb_niw import FedHBNIW
+from fedbayes.algorithms.fedpa import FedPA
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.algorithms.fedpop import FedPop
 from fedbayes.algorithms.fedprox import FedProx
@@ -12,18 +18,23 @@ from fedbayes.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.2, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.1)
+ROWS = Unlabelled(np.random.default_rng(1).normal(size=(20, 4)).astype(np.float32))  # it is equal to itself alone
 
 TABLE = {
     "fedavg": lambda model: FedAvg(model, train=TRAIN, tune=TUNE),
     "fedprox": lambda model: FedProx(model, mu=0.1, train=TRAIN, tune=TUNE),
     "fedbabu": lambda model: FedBABU(model, head_scale=3.0, train=TRAIN, tune=TUNE),
     "fedhb-niw": lambda model: FedHBNIW(
-        model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, clients=4, rows=80
+        model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, N=4, D=80
     ),
-    "fedhb-mixture": lambda model: FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, clients=4),
+    "fedhb-mixture": lambda model: FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, N=4),
     "pfedbayes": lambda model: PFedBayes(
         model, zeta=0.1, draws=3, train=Training(2, "adam", 8, lr=0.02), tune=Training(5, "adam", 8, lr=0.02)
     ),
     "fedpop": lambda model: FedPop(model, eta=0.01, sigma=0.5, adapt_steps=20, draws=3, train=TRAIN),
     "fedper": lambda model: FedPer(model, train=TRAIN, tune=TUNE),
+    "fedpa": lambda model: FedPA(model, burn_in_rounds=1, rho=0.1, train=TRAIN, tune=TUNE),
+    "fedem": lambda model: FedEM(model, K=2, draws=4, train=TRAIN, tune=TUNE),
+    "fedbe": lambda model: FedBE(model, unlabelled=ROWS, samples=2, cycle=2, train=TRAIN, distil=TUNE, tune=TUNE),
+    "ensemble": lambda model: Ensemble(model, K=2, train=TRAIN, tune=TUNE),
 }

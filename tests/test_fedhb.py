@@ -298,7 +298,7 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
         (lambda model: FedHBNIW(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
         (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but it must not be 0 or negative"),
         (lambda model: FedHBNIW(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
-        (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "clients is not set: FedHB's server counts N"),
+        (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "N is not set: FedHB's server counts the clients"),
         (lambda model: FedHBMixture(model, K=0), "K is 0, but it must be above 0"),
         (lambda model: FedHBMixture(model, start="far"), "start is 'far', but a client starts at the centre"),
         (lambda model: FedHBNIW(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),

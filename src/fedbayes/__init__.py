@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbayes import data, models
     from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
+    from fedbayes.algorithms.ensemble import Ensemble
     from fedbayes.algorithms.fedavg import FedAvg
     from fedbayes.algorithms.fedbabu import FedBABU
+    from fedbayes.algorithms.fedbe import FedBE, Unlabelled
+    from fedbayes.algorithms.fedem import FedEM
     from fedbayes.algorithms.fedhb_mixture import FedHBMixture
     from fedbayes.algorithms.fedhb_niw import FedHBNIW
+    from fedbayes.algorithms.fedpa import FedPA
     from fedbayes.algorithms.fedper import FedPer
     from fedbayes.algorithms.fedpop import FedPop
     from fedbayes.algorithms.fedprox import FedProx
@@ -38,11 +42,15 @@ _WHERE = {
     "Algorithm": "algorithm",
     "Clients": "data",
     "Data": "algorithm",
+    "Ensemble": "algorithms.ensemble",
     "Family": "variational",
     "FedAvg": "algorithms.fedavg",
     "FedBABU": "algorithms.fedbabu",
+    "FedBE": "algorithms.fedbe",
+    "FedEM": "algorithms.fedem",
     "FedHBMixture": "algorithms.fedhb_mixture",
     "FedHBNIW": "algorithms.fedhb_niw",
+    "FedPA": "algorithms.fedpa",
     "FedPer": "algorithms.fedper",
     "FedPop": "algorithms.fedpop",
     "FedProx": "algorithms.fedprox",
@@ -58,6 +66,7 @@ _WHERE = {
     "Stack": "algorithm",
     "Sum": "algorithm",
     "Training": "training",
+    "Unlabelled": "algorithms.fedbe",
     "UserError": "errors",
     "assess": "stances",
     "network": "models",
@@ -71,11 +80,15 @@ __all__ = [
     "Algorithm",
     "Clients",
     "Data",
+    "Ensemble",
     "Family",
     "FedAvg",
     "FedBABU",
+    "FedBE",
+    "FedEM",
     "FedHBMixture",
     "FedHBNIW",
+    "FedPA",
     "FedPer",
     "FedPop",
     "FedProx",
@@ -89,6 +102,7 @@ __all__ = [
     "Stack",
     "Sum",
     "Training",
+    "Unlabelled",
     "UserError",
     "assess",
     "data",

@@ -168,6 +168,15 @@ def descend(
     return params, total / jnp.maximum(steps, 1)
 
 
+def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:
+    """So many rows drawn with replacement; all of them where the client has no more."""
+    size, places = jnp.sum(data.mask), jnp.arange(count)
+    random = jnp.floor(jax.random.uniform(key, (count,)) * rows(data)).astype(places.dtype)
+    few = size <= count
+    chosen = jnp.clip(jnp.where(few, places, random), 0, data.mask.shape[0] - 1)
+    return Data(data.x[chosen], data.y[chosen], jnp.where(few, places < size, True))
+
+
 def mean_loss(model: Model, params: Params, batch: Data) -> Float[Array, ""]:
     """The mean negative log-likelihood −1/n Σ log p(y | x, params) over the rows that exist."""
     return masked_mean(-model.likelihood.log_prob(model.apply(params, batch.x), batch.y), batch.mask)

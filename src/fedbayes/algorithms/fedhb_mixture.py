@@ -3,7 +3,7 @@
     μ_j ~ N(0, I) for j = 1 … K,   θ_i ~ 1/K Σ_j N(μ_j, σ² I),   q(μ_j) = r_j,   q_i(θ_i) = m_i            (20, 21)
     client:  minimise −log p(D_i | m_i) − log Σ_j exp(−‖m_i − r_j‖²/2σ²)                           (22)
     server:  c_ij ∝ exp(−‖m_i − r_j‖²/2σ²),   r_j = Σ_i c_ij m_i / (σ² + Σ_i c_ij)                   (24), one step of EM
-    gate:    g(x; β), the same network with K outputs, learns j* = argmin_j ‖m_i − r_j‖ from x; β is averaged
+    gate:    g(x; β), the same network with K outputs, learns j* = argmin_j ‖m_i − r_j‖ from x; β is averaged (Algorithm 4)
     predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
     adapt:   (22) on the client's rows, body and head                                              (84, 85)
 
@@ -31,7 +31,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, masked_mean, mean_loss, rows
+from fedbayes.training import Training, descend, drawn, masked_mean, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -105,15 +105,19 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """Draws of a prediction, divided among prototypes as the gate says."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
+    gate_rows: int = 100
+    """Rows that a client draws for the gate in a round: all of them have the same label, so a few will do."""
+    train_gate: Training = Training(epochs=1, batch=50, momentum=0.9)
+    """Training on those, with the round's step size."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
     gate: Model | None = None
     """The gating network, with K outputs; by default the network itself with another head."""
-    clients: int | None = None
+    N: int | None = None
     """N, the clients that may take part; by default those of the run."""
 
     def __post_init__(self) -> None:
-        for name in ("K", "sigma2", "draws", "patience"):
+        for name in ("K", "sigma2", "draws", "patience", "gate_rows"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
         if self.start not in ("centre", "best"):
@@ -138,20 +142,24 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         return Down(server.r, server.beta, server.head, server.gate_head, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
-        """Local epochs on (22) and on the gate, then the E-step."""
-        weight = 1 / jnp.maximum(rows(data), 1)
+        """Local epochs on (22), then the E-step, and the gate."""
+        weight, for_gate = 1 / jnp.maximum(rows(data), 1), jax.random.fold_in(key, 1)
 
-        def F(both: tuple[Params, Params], key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            m, beta = both
-            loss = mean_loss(self.model, trees.merge(m, down.head), batch)
-            distance = squared_distances(m, down.r)
-            loss = loss - weight * jax.nn.logsumexp(-distance / (2 * self.sigma2))
-            return loss + (self._gate_loss(beta, down, jnp.argmin(distance), batch) if self.K > 1 else 0.0)
+        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            apart = jax.nn.logsumexp(-squared_distances(m, down.r) / (2 * self.sigma2))
+            return mean_loss(self.model, trees.merge(m, down.head), batch) - weight * apart
 
-        both, loss = descend(self.model, F, (self._start(down, data), down.beta), self.train, down.lr, key, data)
-        m_i, beta = both
+        m_i, loss = descend(self.model, F, self._start(down, data), self.train, down.lr, key, data)
         distance = squared_distances(m_i, down.r)
-        c = jax.nn.softmax(-distance / (2 * self.sigma2))
+        c, label = jax.nn.softmax(-distance / (2 * self.sigma2)), jnp.argmin(distance)
+        beta = down.beta
+        if self.K > 1:
+
+            def G(beta: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+                return self._gate_loss(beta, down, label, batch)
+
+            some = drawn(for_gate, data, self.gate_rows)
+            beta, _ = descend(self._gate(), G, down.beta, self.train_gate, down.lr, for_gate, some)
         moved = jax.tree.map(lambda m, r: c.reshape((-1,) + (1,) * m.ndim) * (m[None] - r), m_i, down.r)
         objective = jnp.float32(0)
         if self.elbo:
@@ -161,7 +169,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The M-step (24), and the gates' mean."""
-        count = self._N() * up.c  # Σ_i c_ij
+        count = self._clients() * up.c  # Σ_i c_ij
         kept = count / (count + self.sigma2) if self.shrink else jnp.where(count > 0, 1.0, 0.0)
         rare = count < 1
 
@@ -176,7 +184,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         again, most = idle >= self.patience, jnp.argmax(count)
         beside = _noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r), self.noise)
         r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
-        bound = -(self._N() * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
+        bound = -(self._clients() * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
         return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
@@ -210,10 +218,10 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         """g(x; β)."""
         return jax.nn.softmax(self._gate().apply(trees.merge(down.beta, down.gate_head), x), axis=1)
 
-    def _N(self) -> int:
-        if self.clients is None:
-            raise UserError("clients is not set: FedHB's server counts N, the clients that may take part; give clients=N")
-        return self.clients
+    def _clients(self) -> int:
+        if self.N is None:
+            raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
+        return self.N
 
     def _start(self, down: Down, data: Data) -> Params:
         if self.start == "centre":
@@ -252,8 +260,9 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
 def squared_distances(m: Params, r: Params) -> Float[Array, " K"]:
     """‖m − r_j‖² for each j."""
-    terms = jax.tree.map(lambda one, many: jnp.sum((one[None] - many) ** 2, axis=tuple(range(1, many.ndim))), m, r)
-    return jax.tree.reduce(jnp.add, terms)
+    # One by one: a CPU sums to K numbers at once many times slower than K times to one.
+    K = jax.tree.leaves(r)[0].shape[0]
+    return jnp.stack([trees.squared_distance(m, jax.tree.map(lambda leaf, j=j: leaf[j], r)) for j in range(K)])
 
 
 def _noisy(key: PRNGKeyArray, tree: Params, scale: float) -> Params:

@@ -120,9 +120,9 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
-    clients: int | None = None
+    N: int | None = None
     """N, the clients that may take part; by default those of the run."""
-    rows: int | None = None
+    D: int | None = None
     """|D|, the rows of all clients, which only the literal prior asks for; by default those of the run."""
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(self._sigma0_squared()), m0)
         of = self._prior(m0)
-        V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._N() + of.nu0) * one), m0, Sigma0)
+        V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
         return Server(m0, V0, Sigma0, head, jnp.float32(0), jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
@@ -168,7 +168,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Equation 18."""
-        N, p, of = self._N(), self.p, self._prior(server.m0)
+        N, p, of = self._clients(), self.p, self._prior(server.m0)
 
         def mean(old: Array, delta: Array) -> Array:
             return p * N / (N + self.lambda0) * (old + delta)
@@ -219,23 +219,23 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         scale = (of.l0 + 1) / (of.l0 * of.degrees)
         return jax.tree.map(lambda m, V, e: m + heavy * jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
 
-    def _N(self) -> int:
-        if self.clients is None:
-            raise UserError("clients is not set: FedHB's server counts N, the clients that may take part; give clients=N")
-        return self.clients
+    def _clients(self) -> int:
+        if self.N is None:
+            raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
+        return self.N
 
     def _sigma0_squared(self) -> float:
-        return 1.0 if self.prior == "literal" else (self._N() + 3) * self.sigma0**2
+        return 1.0 if self.prior == "literal" else (self._clients() + 3) * self.sigma0**2
 
     def _prior(self, m0: Params) -> Prior:
-        N = self._N()
+        N = self._clients()
         if self.prior != "literal":
             return Prior(3, N + 3, N + self.lambda0, N + 3, N + 3)
-        if self.rows is None:
-            raise UserError("rows is not set: the literal prior counts |D|, the rows of all clients; give rows=|D|")
+        if self.D is None:
+            raise UserError("D is not set: the literal prior counts the rows of all clients; give D")
         d = sum(leaf.size for leaf in jax.tree.leaves(m0))
-        n0 = self.rows + d + 2
-        return Prior(d + 2, n0, self.rows + 1, n0 + d + 1, self.rows + 3)
+        n0 = self.D + d + 2
+        return Prior(d + 2, n0, self.D + 1, n0 + d + 1, self.D + 3)
 
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""

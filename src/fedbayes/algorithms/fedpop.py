@@ -28,7 +28,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.training import Training, descend, drawn, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -171,18 +171,10 @@ class FedPop(Algorithm[Server, Local, Down, Up]):
         def step(number: Any, carry: Any) -> Any:
             z, kept = carry
             for_rows, for_noise = jax.random.split(jax.random.fold_in(key, number))
-            noise, gradient = trees.normal_like(for_noise, z), jax.grad(log_density)(z, self._minibatch(for_rows, data))
+            noise, gradient = trees.normal_like(for_noise, z), jax.grad(log_density)(z, drawn(for_rows, data, self.train.batch))
             z = jax.tree.map(lambda z, g, e: z + self.eta / 2 * g + jnp.sqrt(self.eta) * e, z, gradient, noise)
             place = jnp.maximum(number - (steps - self.keep), 0)
             return z, jax.tree.map(lambda all, one: all.at[place].set(one), kept, z)
 
         kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.keep, *leaf.shape)), start)
         return jax.lax.fori_loop(0, steps, step, (start, kept))[1]
-
-    def _minibatch(self, key: PRNGKeyArray, data: Data) -> Data:
-        """Rows drawn with replacement; all of them where the client has no more than a batch."""
-        count, places = jnp.sum(data.mask), jnp.arange(self.train.batch)
-        drawn = jnp.floor(jax.random.uniform(key, (self.train.batch,)) * rows(data)).astype(places.dtype)
-        few = count <= self.train.batch
-        chosen = jnp.clip(jnp.where(few, places, drawn), 0, data.mask.shape[0] - 1)
-        return Data(data.x[chosen], data.y[chosen], jnp.where(few, places < count, True))

@@ -14,6 +14,7 @@ from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from fedbayes.algorithms import REGISTRY, find, names
+from fedbayes.algorithms.fedbe import Unlabelled
 from fedbayes.data import Clients, load
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, network
@@ -111,6 +112,19 @@ def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model]
     )
 
 
+@registry.primitive_rule
+def _unlabelled_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Unlabelled] | None:
+    if type_info.type is not Unlabelled:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="DATA",
+        instance_from_str=lambda words: Unlabelled(load(words[0]).x, words[0]),
+        is_instance=lambda instance: isinstance(instance, Unlabelled),
+        str_from_instance=lambda instance: [instance.name],
+    )
+
+
 def default(name: str) -> Any:
     """The algorithm of that name with its own defaults and a small network."""
     return find(name, "clients")(model=unbuilt("mlp"))
@@ -152,7 +166,7 @@ def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
     if not arguments or arguments[0].startswith("-"):
         print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
         for name in names("clients"):
-            print(f"  {name:<12} {REGISTRY[name][3]}")
+            print(f"  {name:<14} {REGISTRY[name][3]}")
         print(f"\nfedbayes {command} ALGORITHM --help lists an algorithm's own options.")
         if not arguments or arguments[0] in ("-h", "--help"):
             return None

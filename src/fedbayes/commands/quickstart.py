@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedbayes.algorithms import names
 from fedbayes.commands import compare
 from fedbayes.commands.display import result_table, show
 from fedbayes.commands.options import DataOptions, RunOptions
 from fedbayes.errors import UserError
 
 OPTIONS = compare.Options(
-    algorithms=tuple(names("clients")),
+    algorithms=compare.USUAL,
     seeds=1,
     out=Path("runs") / "quickstart",
     force=True,

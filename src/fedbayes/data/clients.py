@@ -96,8 +96,8 @@ class Clients:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What an algorithm may know of a run before it: how many clients may train, and how many rows they have."""
-        return {"clients": len(self.participants), "rows": int(self.train_counts[self.participants].sum())}
+        """What an algorithm may know of a run before it: how many clients may train, N, and how many rows they have, D."""
+        return {"N": len(self.participants), "D": int(self.train_counts[self.participants].sum())}
 
     def train(self, ids: Sequence[Any] | np.ndarray, length: int, slots: int | None = None) -> Data:
         """Training rows of some clients, each padded to `length` rows, and with empty clients to `slots` clients."""
