@@ -186,7 +186,7 @@ def _rows(data):
 
 def test_draws_of_a_new_client_are_student_t():
     data, _ = normal_means(2, clients=3)
-    algorithm = FedHBNIW(coordinates(2), head=(), sigma0=0.5, p=1.0).planned(1, **data.facts)
+    algorithm = FedHBNIW(coordinates(2), head=(), sigma0=0.5, p=1.0, lambda0=1.0).planned(1, **data.facts)
     state = algorithm.init_server(jax.random.key(0))
     down = algorithm.broadcast(jax.random.key(0), state)
     w = jax.vmap(lambda key: algorithm.student_t(key, down)["body"]["w"])(jax.random.split(jax.random.key(1), 100_000))
@@ -296,7 +296,7 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
     ("make", "sentence"),
     [
         (lambda model: FedHBNIW(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
-        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but it must not be 0 or negative"),
+        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but a standard deviation is above 0"),
         (lambda model: FedHBNIW(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
         (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "N is not set: FedHB's server counts the clients"),
         (lambda model: FedHBMixture(model, K=0), "K is 0, but it must be above 0"),

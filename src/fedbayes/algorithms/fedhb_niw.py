@@ -106,16 +106,16 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     """ε, the width of the spikes of q_i."""
     sigma0: float = 0.1
     """σ0, the deviation of a weight between clients a priori."""
-    lambda0: float = 1.0
-    """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean."""
+    lambda0: float = 0.0
+    """λ0, how many clients of all-zero weights the prior counts for (the paper has 1); 0 is a flat prior for the mean."""
     prior: Literal["coordinate", "literal", "fixed"] = "coordinate"
     """The prior of Σ: weight by weight, as printed, or none."""
     empirical: bool = False
     """Whether Σ0 is learnt, one for each array of the network, by a step of EM a round."""
     elbo: bool = False
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
-    draws: int = 20
-    """S, networks that a prediction averages."""
+    draws: int = 0
+    """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
@@ -128,9 +128,11 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
             raise UserError(f"p is {self.p}, but it is the share of columns that are kept: above 0, at most 1")
-        for name, least in (("sigma0", 0.0), ("epsilon", -1e-30), ("lambda0", -1e-30), ("draws", 0)):
-            if not getattr(self, name) > least:
-                raise UserError(f"{name} is {getattr(self, name)}, but it must not be {'0 or ' * (least == 0)}negative")
+        if not self.sigma0 > 0:
+            raise UserError(f"sigma0 is {self.sigma0}, but a standard deviation is above 0")
+        for name in ("epsilon", "lambda0", "draws"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} is {getattr(self, name)}, but it is not negative")
         if self.prior not in ("coordinate", "literal", "fixed"):
             raise UserError(f"prior is {self.prior!r}, but it is coordinate, literal or fixed")
         if self.prior == "literal":
@@ -200,8 +202,8 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """The client's m with columns dropped (12), or Student-t draws around m0 where it has none (19)."""
-        if local.m is not None and self.p == 1:
-            return self.model.apply(local.m, x)[None]
+        if self.draws == 0 or (local.m is not None and self.p == 1):
+            return self.model.apply(trees.merge(down.m0, down.head) if local.m is None else local.m, x)[None]
 
         def one(key: PRNGKeyArray) -> Float[Array, "n k"]:
             if local.m is not None:

@@ -1,0 +1,288 @@
+"""FedHB's Tables 10 and 11 (Kim and Hospedales 2023): ten methods on MNIST and Fashion-MNIST. `--help` says how.
+
+    FEDBAYES_DATA=… python benchmarks/fedhb.py                          all methods, both sets, τ = 1 and 5, seeds 0, 1, 2
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --only niw,mixture --data mnist --epochs 1 --seeds 0
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
+
+100 clients with 5 shards each, 10 a round, 100/τ rounds of τ epochs in batches of 50, a network 784-256-10 on standardised
+pixels, SGD with momentum .9 and step size .1, times .1 after half and three quarters of the rounds. "Global" is the shared
+model after the last round on each client's own test rows; "personalised" the same after 5 more epochs on its training rows.
+A seed is that of the partition, the cohorts and the start. Each run has a folder under --out: what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fedhb_mnist import clients, network
+
+import fedbayes as fb
+from fedbayes.runs import write
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results" / "fedhb.md"
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+"""Step sizes of personalisation; the first is the protocol's."""
+SETTINGS = [(data, epochs) for data in ("mnist", "fashion_mnist") for epochs in (1, 5)]
+PUBLISHED = {
+    ("mnist", 1): (
+        "97.81 97.94 97.16 97.15 97.38 97.32 93.38 97.16 97.38 97.42",
+        "98.78 98.85 97.73 97.83 97.96 97.88 96.66 97.62 97.89 97.91",
+    ),
+    ("mnist", 5): (
+        "95.51 95.68 94.59 94.86 95.28 94.28 94.87 95.11 95.33 94.98",
+        "96.53 96.67 95.89 96.10 96.45 95.49 95.93 96.37 96.46 95.80",
+    ),
+    ("fashion_mnist", 1): (
+        "84.18 84.28 83.86 81.98 83.25 81.20 81.10 80.35 83.51 82.40",
+        "92.48 92.54 91.03 90.59 90.72 90.31 91.60 89.96 92.10 91.14",
+    ),
+    ("fashion_mnist", 5): (
+        "77.48 77.60 76.10 73.70 73.67 72.35 73.47 73.28 76.69 72.93",
+        "89.91 89.53 89.02 86.85 87.35 86.38 88.76 85.00 89.65 86.40",
+    ),
+}
+"""Global and personalised accuracy, in the order of METHODS."""
+
+
+def training(epochs: int, **options: Any) -> fb.Training:
+    return fb.Training(**{"epochs": epochs, "batch": 50, "lr": 0.1, "decay_at": (0.5, 0.75), "momentum": 0.9, **options})
+
+
+def tuning(lr: float) -> fb.Training:
+    return fb.Training(epochs=5, batch=50, lr=lr, momentum=0.9)
+
+
+@functools.cache
+def unlabelled(data: str) -> fb.Unlabelled:
+    """The server's rows for FedBE: 2,000 of the other set, so that nobody's test rows are among them."""
+    other = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}[data]
+    x = clients(other, 0).x
+    return fb.Unlabelled(x[np.random.default_rng(0).choice(len(x), 2000, replace=False)], other)
+
+
+METHODS = {
+    "niw": lambda model, tau, data: fb.FedHBNIW(model, head=(), train=training(tau)),
+    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
+    "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
+    "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),
+    "fedprox": lambda model, tau, data: fb.FedProx(model, mu=0.01, train=training(tau)),
+    "pfedbayes": lambda model, tau, data: fb.PFedBayes(
+        model, train=fb.Training(tau, "adam", 50, lr=0.001), tune=fb.Training(5, "adam", 50, lr=0.001)
+    ),
+    "fedpa": lambda model, tau, data: fb.FedPA(model),
+    "fedbe": lambda model, tau, data: fb.FedBE(model, unlabelled=unlabelled(data), train=training(tau)),
+    "fedem": lambda model, tau, data: fb.FedEM(model, fine_tune=True, train=training(tau)),
+    "fedpop": lambda model, tau, data: fb.FedPop(model, train=training(tau)),
+}
+LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA", "FedBE", "FedEM", "FedPop"]
+
+
+def figures(evaluation: Any, stance: str) -> dict[str, float]:
+    found = evaluation.summary()[stance]["participating"]
+    return {
+        "accuracy": 100 * found["accuracy"]["clients"],
+        "ece": 100 * found["ece"]["rows"],
+        "log_score": found["log_score"]["rows"],
+        "worst_tenth": 100 * found["accuracy"]["worst_tenth"],
+    }
+
+
+def run(label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path) -> dict[str, Any]:
+    """Train, then personalise at each step size; what is in its folder is not done again."""
+    folder = out / f"{label}-{data}-{epochs}-{seed}"
+    done = folder / "figures.json"
+    if done.exists():
+        return json.loads(done.read_text())
+    began = time.perf_counter()
+    rounds = 100 // epochs
+    fit = fb.simulate(
+        algorithm, clients(data, seed), rounds, cohort=10, seed=seed, stances=("global",), folder=folder, resume=True
+    )
+    found: dict[str, Any] = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began}
+    rates = RATES if hasattr(algorithm, "tune") and algorithm.tune.optimiser == "sgd" else (1e-3,)
+    for lr in rates:
+        if hasattr(algorithm, "tune"):
+            tune = dataclasses.replace(algorithm.tune, lr=lr)
+            fit.simulation.algorithm = dataclasses.replace(fit.simulation.algorithm, tune=tune)
+        found[f"{lr:g}"] = figures(fb.assess(fit.simulation, ("adapted",)), "adapted")
+    write(done, json.dumps(found, indent=2).encode())
+    return found
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    if not values:
+        return "—"
+    text = f"{statistics.mean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+
+
+def tables(out: Path) -> str:
+    """Markdown: accuracies beside the published ones, each personalised step size, and calibration."""
+    lines = ["| | " + " | ".join(LABELS) + " |", "|---" * (len(LABELS) + 1) + "|"]
+    rates = ["| | " + " | ".join(LABELS) + " |", lines[1]]
+    calibration = ["| | | " + " | ".join(LABELS) + " |", "|---" * (len(LABELS) + 2) + "|"]
+    for data, epochs in SETTINGS:
+        found = {name: _found(out, name, data, epochs) for name in METHODS}
+        title = f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
+        for place, stance in enumerate(("global", f"{RATES[0]:g}")):
+            kind = ("global", "personalised")[place]
+            published = PUBLISHED[data, epochs][place].split()
+            cells = [spread([one[stance]["accuracy"] for one in runs]) for runs in found.values()]
+            lines.append(f"| {title}, {kind} | " + " | ".join(cells) + " |")
+            lines.append("| published | " + " | ".join(published) + " |")
+            for figure, digits in (("ece", 2), ("log_score", 3)):
+                cells = [spread([one[stance][figure] for one in runs], digits) for runs in found.values()]
+                calibration.append(f"| {title}, {kind} | {figure} | " + " | ".join(cells) + " |")
+        for rate in RATES:
+            cells = [spread([one[f"{rate:g}"]["accuracy"] for one in runs if f"{rate:g}" in one]) for runs in found.values()]
+            rates.append(f"| {title}, step size {rate:g} | " + " | ".join(cells) + " |")
+    return "\n".join(
+        [
+            "### Accuracy",
+            "",
+            *lines,
+            "",
+            "### Personalised at other step sizes",
+            "",
+            *rates,
+            "",
+            "### Calibration",
+            "",
+            *calibration,
+        ]
+    )
+
+
+def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]:
+    paths = sorted(out.glob(f"{name}-{data}-{epochs}-*/figures.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+SCALES = (0.003, 0.01, 0.02, 0.05, 0.1, 0.3)
+
+
+def scales(out: Path) -> str:
+    """NIW over σ0, and the literal prior, on MNIST with τ = 1; writes the picture."""
+    from matplotlib.figure import Figure  # noqa: TID251
+
+    rows, model = {}, network("mnist")
+    for sigma0 in SCALES:
+        algorithm = fb.FedHBNIW(model, head=(), sigma0=sigma0, draws=20, train=training(1))
+        rows[f"{sigma0:g}"] = [run(f"scale-{sigma0:g}", algorithm, "mnist", 1, seed, out) for seed in (0, 1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        literal = fb.FedHBNIW(model, head=(), prior="literal", draws=20, train=training(1))
+        rows["literal"] = [run("scale-literal", literal, "mnist", 1, seed, out) for seed in (0, 1, 2)]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 2), ("accuracy", "ece"), strict=True):
+        for stance, label in (("global", "global"), ("0.001", "personalised")):
+            x = [float(name) for name in rows if name != "literal"]
+            y = [[one[stance][what] for one in found] for name, found in rows.items() if name != "literal"]
+            (line,) = axes.plot(x, [statistics.mean(values) for values in y], marker="o", label=label)
+            # The deviation that a client's prior has under the literal form, with d = 203,530, |D| = 60,000 and N = 100
+            values = [one[stance][what] for one in rows["literal"]]
+            axes.plot([0.0017], [statistics.mean(values)], marker="x", markersize=9, color=line.get_color(), linestyle="")
+        axes.set_xscale("log")
+        axes.set_xlabel("σ0 (× the literal prior)")
+        axes.set_ylabel(f"{what}, %")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(ROOT / "docs" / "images" / "fedhb-scale.png", dpi=100)
+    lines = ["| σ0 | global | ECE | log score | personalised | ECE | log score |", "|---|---|---|---|---|---|---|"]
+    for name, found in rows.items():
+        cells = [
+            spread([one[stance][what] for one in found], 3 if what == "log_score" else 2)
+            for stance in ("global", "0.001")
+            for what in ("accuracy", "ece", "log_score")
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cost(rounds: int = 30) -> str:
+    """Seconds of a round over FedBABU's, all methods in turn within one run, and what a client uploads in numbers of d."""
+    model, data = network("mnist"), clients("mnist", 0)
+    chosen = {
+        "FedBABU": fb.FedBABU(model, train=training(1)),
+        "NIW": fb.FedHBNIW(model, train=training(1)),
+        "NIW with its bound": fb.FedHBNIW(model, elbo=True, train=training(1)),
+        "Mixture, K = 2": fb.FedHBMixture(model, train=training(1)),
+        "Mixture, K = 5": fb.FedHBMixture(model, K=5, train=training(1)),
+    }
+    simulations, d = {}, 784 * 256 + 256
+    for name, algorithm in chosen.items():
+        simulations[name] = fb.Simulation(algorithm.planned(100, **data.facts), data, cohort=10, seed=0)
+        for _ in range(2):
+            simulations[name].step()
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in range(rounds):
+        for name, simulation in simulations.items():
+            began = time.perf_counter()
+            simulation.step()
+            seconds[name].append(time.perf_counter() - began)
+    lines = ["| | a round over FedBABU's | quartiles | upload, in d |", "|---|---|---|---|"]
+    for name, values in seconds.items():
+        ratio = np.array(values) / np.array(seconds["FedBABU"])
+        low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
+        leaves = fb.wire.manifest(simulations[name].algorithm, data)
+        size = sum(int(np.prod(leaf.shape)) for leaf in leaves if leaf.message == "up")
+        lines.append(f"| {name} | {middle:.2f} | {low:.2f}–{high:.2f} | {size / d:.2f} |")
+    return "\n".join(lines)
+
+
+def put(section: str, text: str) -> None:
+    """Replace a section of the page, between its marks."""
+    page = PAGE.read_text()
+    start, end = page.index(f"<!-- {section} -->"), page.index(f"<!-- end {section} -->")
+    write(PAGE, f"{page[:start]}<!-- {section} -->\n{text}\n{page[end:]}".encode())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(METHODS), help="methods, by name, with commas")
+    parser.add_argument("--data", nargs="+", default=["mnist", "fashion_mnist"])
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/fedhb"), help="folder of the runs")
+    parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
+    parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
+    parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
+    options = parser.parse_args()
+    if options.scales:
+        put("scales", scales(options.out))
+        return 0
+    if options.cost:
+        put("cost", cost())
+        return 0
+    for seed in options.seeds if not options.table else []:
+        for data in options.data:
+            for epochs in options.epochs:
+                for name in options.only.split(","):
+                    algorithm = METHODS[name](network(data), epochs, data)
+                    found = run(name, algorithm, data, epochs, seed, options.out)
+                    accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
+                    print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
+    put("tables", tables(options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except fb.UserError as problem:
+        raise SystemExit(f"error: {problem}") from None
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
