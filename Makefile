@@ -3,7 +3,7 @@ VENV ?= .venv
 export NO_MKDOCS_2_WARNING = 1
 BIN = $(VENV)/bin
 
-.PHONY: run test docs clean
+.PHONY: run test test-all docs clean
 
 run: $(VENV)/.run
 	$(BIN)/fedbayes quickstart
@@ -12,7 +12,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 docs: $(VENV)/.test
 	$(BIN)/mkdocs build --strict

@@ -19,7 +19,10 @@ from fedbayes.stances import assess
 
 GOLDEN = Path(__file__).parent / "golden"
 
-each_algorithm = pytest.mark.parametrize("name", TABLE)
+# One worker for all tests of an algorithm: they share its compiled programs.
+each_algorithm = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TABLE])
+ROUNDS = 30
+"""Of the run that schedules are planned for: one number, as each is another program."""
 
 
 def test_every_registered_algorithm_has_a_row():
@@ -27,7 +30,7 @@ def test_every_registered_algorithm_has_a_row():
 
 
 def simulated(algorithm, data, rounds=3, **options):
-    simulation = Simulation(algorithm.planned(rounds), data, cohort=3, seed=5, **options)
+    simulation = Simulation(algorithm.planned(ROUNDS), data, cohort=3, seed=5, **options)
     for _ in range(rounds):
         simulation.step()
     return simulation
@@ -50,7 +53,7 @@ def test_is_a_final_frozen_dataclass_with_declared_uploads(name, model):
 @each_algorithm
 def test_messages_are_as_they_were(name, model, clients):
     """The golden file shows any change of a message as a diff; write it anew on purpose by deleting it."""
-    leaves = wire.manifest(TABLE[name](model).planned(10), one_client(clients, 0, 8))
+    leaves = wire.manifest(TABLE[name](model).planned(ROUNDS), one_client(clients, 0, 8))
     path = GOLDEN / f"{name}.txt"
     if not path.exists():
         path.write_text(wire.text(leaves))
@@ -60,12 +63,12 @@ def test_messages_are_as_they_were(name, model, clients):
 
 @each_algorithm
 def test_sends_nothing_private_as_it_is(name, model, clients):
-    wire.check(wire.manifest(TABLE[name](model).planned(10), one_client(clients, 0, 8)))
+    wire.check(wire.manifest(TABLE[name](model).planned(ROUNDS), one_client(clients, 0, 8)))
 
 
 @each_algorithm
 def test_bytes_of_a_round_hold_no_local_state_and_no_row(name, model, clients):
-    algorithm = TABLE[name](model).planned(3)
+    algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = simulated(algorithm, clients)
     index = int(clients.participants[0])
     data = one_client(clients, index, 32)
@@ -90,24 +93,24 @@ def test_vmap_and_loop_agree(name, model, clients):
 @each_algorithm
 def test_groups_of_any_width_agree(name, model, clients):
     algorithm = TABLE[name](model)
-    assert_close(simulated(algorithm, clients, width=1).state, simulated(algorithm, clients, width=2).state, 1e-5)
+    assert_close(simulated(algorithm, clients).state, simulated(algorithm, clients, width=1).state, 1e-5)
 
 
 @each_algorithm
 def test_padding_changes_nothing(name, model, clients):
-    algorithm = TABLE[name](model).planned(3)
+    algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)
     down, local, key = simulation.down(), simulation.fresh, jax.random.key(3)
-    short, long = (one_client(clients, 2, length) for length in (int(clients.train_counts[2]), 37))
+    short, long = (one_client(clients, 2, length) for length in (int(clients.train_counts[2]), 32))
     for method in (jax.jit(algorithm.client), jax.jit(algorithm.adapt)):
         assert_close(method(key, down, local, short), method(key, down, local, long), 1e-6)
 
 
 @each_algorithm
 def test_what_lies_in_the_padding_does_not_matter(name, model, clients):
-    algorithm = TABLE[name](model).planned(3)
+    algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)
-    data = one_client(clients, 2, 37)
+    data = one_client(clients, 2, 32)
     junk = Data(jnp.where(data.mask[:, None], data.x, 1e9), jnp.where(data.mask, data.y, 1), data.mask)
     arguments = (jax.random.key(3), simulation.down(), simulation.fresh)
     client = jax.jit(algorithm.client)
@@ -119,7 +122,7 @@ def test_same_seed_same_bits_other_seed_other_bits(name, model, clients):
     algorithm = TABLE[name](model)
     one, again = (simulated(algorithm, clients) for _ in range(2))
     assert_same(one.state, again.state)
-    other = Simulation(algorithm.planned(3), clients, cohort=3, seed=6)
+    other = Simulation(algorithm.planned(ROUNDS), clients, cohort=3, seed=6)
     for _ in range(3):
         other.step()
     assert any(
@@ -129,7 +132,7 @@ def test_same_seed_same_bits_other_seed_other_bits(name, model, clients):
 
 @each_algorithm
 def test_messages_survive_the_wire(name, model, clients):
-    algorithm = TABLE[name](model).planned(3)
+    algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)
     down = jax.device_get(simulation.down())
     up, _ = jax.jit(algorithm.client)(jax.random.key(0), down, simulation.fresh, one_client(clients, 1, 32))
@@ -140,7 +143,7 @@ def test_messages_survive_the_wire(name, model, clients):
 @each_algorithm
 def test_learns(name, model, clients):
     """A line divides the classes, so every method's best stance must get nearly all of it, also on unseen clients."""
-    simulation = simulated(TABLE[name](model), clients, rounds=30)
+    simulation = simulated(TABLE[name](model), clients, rounds=ROUNDS)
     figures = assess(simulation).summary()["adapted"]
     assert figures["participating"]["accuracy"]["rows"] >= 0.85
     assert figures["unseen"]["accuracy"]["rows"] >= 0.75
@@ -153,12 +156,10 @@ def test_unseen_clients_keep_nothing_from_training(name, model, clients):
     assert not simulation.local.trained()[clients.unseen].any()
 
 
-@pytest.mark.parametrize("one_length", [True, False])
 @each_algorithm
-def test_one_trace_for_each_bucket(name, model, clients, monkeypatch, one_length):
+def test_one_trace_for_each_bucket(name, model, clients, monkeypatch):
     """A second simulation with another seed, and later rounds, trace nothing new."""
-    if not one_length:
-        monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
+    monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
     algorithm = TABLE[name](model)
     traced = []
 
@@ -182,10 +183,10 @@ def test_one_trace_for_each_bucket(name, model, clients, monkeypatch, one_length
             traced.append(data.mask.shape)
             return self.inner.client(key, down, local, data)
 
-    counted = Counted(algorithm.planned(4))
+    counted = Counted(algorithm.planned(ROUNDS))
     for seed in (0, 1):
         simulation = Simulation(counted, clients, cohort=3, seed=seed)
         for _ in range(4):
             simulation.step()
-    assert len(simulation.buckets) == (1 if one_length else 2)
+    assert len(simulation.buckets) == 2
     assert len(traced) == len(simulation.buckets)

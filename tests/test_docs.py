@@ -54,7 +54,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 # your-data.md is run by test_data_sources.py.
-@pytest.mark.parametrize("page", ["README.md", "docs/contract.md", "docs/evaluation.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/contract.md", "docs/evaluation.md", "docs/hierarchical-bayes.md"])
 def test_python_runs(page):
     found = [block for block in blocks(page, "python") if not block.startswith(NOT_RUN)]
     assert found
@@ -63,6 +63,7 @@ def test_python_runs(page):
         exec(compile(block, page, "exec"), names)
 
 
+@pytest.mark.slow
 # ArviZ calls Matplotlib in a way that Matplotlib will drop.
 @pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping")
 def test_the_guide_to_structured_models_runs_and_makes_its_pictures(capsys):
@@ -107,6 +108,7 @@ def test_no_page_is_forgotten():
         "docs/add-an-algorithm.md",
         "docs/your-data.md",
         "docs/structured-models.md",
+        "docs/hierarchical-bayes.md",
     }
     assert pages <= tested
 

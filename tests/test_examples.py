@@ -34,6 +34,7 @@ def needs_data(name):
         pytest.skip("the folder of FEDBAYES_DATA has no heart_disease_uci")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_model_file_runs(name, tmp_path, capsys):
     assert fit(EXAMPLES / f"{name}.py", *FEW[name], "--out", tmp_path / "run") == 0

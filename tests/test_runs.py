@@ -251,7 +251,7 @@ fb.simulate(algorithm, clients, rounds=6, cohort=4, folder=sys.argv[1], resume=T
 """
 
 
-@pytest.mark.parametrize("kill_at", [13, 30, 47])
+@pytest.mark.parametrize("kill_at", [pytest.param(13, marks=pytest.mark.slow), 30, pytest.param(47, marks=pytest.mark.slow)])
 def test_kill_nine_in_the_middle_of_a_write_then_resume_gives_the_same_bits(tmp_path, kill_at, straight_run):
     """The process dies with half a client's state written, in rounds 2, 4 and 6."""
 
