@@ -22,7 +22,10 @@ from jaxtyping import install_import_hook  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-with install_import_hook("fedbayes", "beartype.beartype"):
+# Shapes are checked where the numbers are made; elsewhere the checks would only take time.
+CHECKED = ["algorithms", "training", "reduce", "gaussian", "variational", "evaluate", "silos"]
+CHECKED += [f"models.{name}" for name in ("networks", "convolution", "likelihoods", "structured")]
+with install_import_hook([f"fedbayes.{name}" for name in CHECKED], "beartype.beartype"):
     from fedbayes.data import Clients
     from fedbayes.models import Categorical, mlp
 

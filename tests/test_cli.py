@@ -88,7 +88,7 @@ def test_run_prints_a_table_and_leaves_a_folder(capsys, tmp_path):
     assert again == out
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedper"])
+@pytest.mark.parametrize("algorithm", ["fedper", pytest.param("fedavg", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("target", "options", "figure"),
     [

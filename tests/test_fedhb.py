@@ -140,6 +140,22 @@ def _textbook(m, Psi, kappa=1.0):
     return N * mean / (kappa + N), Psi + ((m - mean) ** 2).sum(axis=0) + kappa * N / (kappa + N) * mean**2
 
 
+def test_implicit_steps_with_momentum_end_where_the_pull_and_the_rows_balance():
+    d, rows = 3, 4
+    data, means = normal_means(d)
+    with pytest.warns(UserWarning, match="literal"):
+        algorithm = FedHBNIW(
+            coordinates(d), head=(), p=1.0, prior="literal", lambda0=1.0, train=dataclasses.replace(FULL, lr=0.1, momentum=0.9)
+        ).planned(1, **data.facts)
+    key = jax.random.key(0)
+    state = algorithm.init_server(key)
+    down = algorithm.broadcast(key, state._replace(m0={"body": {"w": jnp.full(d, 0.3)}}))
+    up, _ = jax.jit(algorithm.client)(key, down, algorithm.init_local(key, None), _rows(data))
+    precision, observed = np.asarray(algorithm._precision(down)["body"]["w"]), rows / NOISE**2
+    expected = (observed * means[0] + precision * 0.3) / (observed + precision) - 0.3
+    np.testing.assert_allclose(up.delta["body"]["w"], expected, rtol=1e-3)
+
+
 def test_results_do_not_depend_on_the_number_of_other_coordinates():
     def first(d):
         # The mean over rows has d times as many rows: a step d times as long is the same step for each coordinate.
@@ -159,7 +175,7 @@ def test_empirical_bayes_finds_the_scale_that_makes_the_clients_most_likely():
         coordinates(d),
         head=(),
         p=1.0,
-        epsilon=0.0,
+        epsilon=1e-6,
         lambda0=0.0,
         sigma0=3.0,
         empirical=True,
@@ -194,6 +210,7 @@ def test_draws_of_a_new_client_are_student_t():
     scale = np.sqrt(5 / 4 * 0.25)
     np.testing.assert_allclose(w.std(axis=0), scale * np.sqrt(6 / 4), rtol=0.02)
     np.testing.assert_allclose(np.quantile(w, [0.05, 0.95], axis=0)[1], 1.943 * scale, rtol=0.02)
+    assert abs(np.corrcoef(np.abs(w).T)[0, 1]) < 0.02  # each weight has a variance of its own
 
 
 @pytest.mark.parametrize("kind", ["niw", "mixture"])
@@ -214,6 +231,7 @@ def test_the_negative_bound_does_not_rise_on_a_fixed_cohort(kind, equal):
 
 def test_columns_are_kept_with_probability_p():
     m = {"kernel": jnp.ones((500, 3)), "bias": jnp.ones(3), "conv": jnp.ones((2, 2, 400, 5)), "scale": jnp.ones(())}
+    m["depthwise"] = jnp.ones((3, 3, 400))
     dropped = drop_columns(jax.random.key(0), m, 0.7)
     rows = np.asarray(dropped["kernel"])
     assert (rows == rows[:, :1]).all()
@@ -221,6 +239,9 @@ def test_columns_are_kept_with_probability_p():
     channels = np.asarray(dropped["conv"])
     assert (channels == channels[:1, :1, :, :1]).all()
     assert abs(channels[0, 0, :, 0].mean() - 0.7) < 0.07
+    filters = np.asarray(dropped["depthwise"])
+    assert (filters == filters[:1, :1]).all()
+    assert abs(filters[0, 0].mean() - 0.7) < 0.07
     assert set(np.unique(dropped["bias"])) in ({0.0}, {1.0})
     assert drop_columns(jax.random.key(0), m, 1.0) is m
 

@@ -186,6 +186,6 @@ def server_step(
     up = reduce.finish(up_type, partial, stacks)
     state = algorithm.server(keys.fold(key, np.uint32(keys.SERVER)), server, down, up)
     scalars = {name: value for name, value in trees.named(up).items() if value.ndim == 0 and name in up_type._fields}
-    if hasattr(state, "bound"):
+    if getattr(state, "bound", None) is not None:
         scalars["bound"] = state.bound
     return state, scalars, trees.finite(state)

@@ -7,8 +7,8 @@
     predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
     adapt:   (22) on the client's rows, body and head                                              (84, 85)
 
-c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij and d of β. Sums
-are N times the mean over the clients of the round. Heads, also the gate's, stay at their random start while training.
+c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, and the
+loss. Sums are N times the mean over the clients of the round. Heads, the gate's too, stay at their random start while training.
 
 As printed, (24) moves a component that hardly any client chooses to the zero network, where none ever will. Here the prior of a
 component that has less than one client pulls it to where it was, and after `patience` such rounds in a row it starts again
@@ -25,12 +25,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.models.model import network_outputs
 from fedbayes.training import Training, descend, drawn, masked_mean, mean_loss, rows
 
 
@@ -42,7 +44,7 @@ class Server(NamedTuple):
     head: Params
     gate_head: Params
     idle: Int[Array, " K"]
-    bound: Float[Array, ""]
+    bound: Float[Array, ""] | None
     round: Int[Array, ""]
 
 
@@ -63,13 +65,13 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """c_ij (m_i − r_j), c_ij, the gate's body, the training loss and the client's term (22) of the bound."""
+    """c_ij (m_i − r_j), c_ij, the gate's body, the training loss and with `elbo` the client's term (22) of the bound."""
 
     moved: Mean[Params]
     c: Mean[Float[Array, " K"]]
     beta: Mean[Params]
     loss: Mean[Float[Array, ""]]
-    objective: Mean[Float[Array, ""]]
+    objective: Mean[Float[Array, ""] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,8 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """N, the clients that may take part; by default those of the run."""
 
     def __post_init__(self) -> None:
+        if self.N is not None and self.N < 1:
+            raise UserError(f"N is {self.N}, but there is at least one client")
         for name in ("K", "sigma2", "draws", "patience", "gate_rows"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
@@ -131,7 +135,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
         r = _noisy(for_noise, r, self.noise if self.K > 1 else 0.0)
         gate_head, beta = self._init_gate(for_gate)
-        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), jnp.float32(0), jnp.int32(0))
+        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), self._no_bound(), jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -143,7 +147,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (22), then the E-step, and the gate."""
-        weight, for_gate = 1 / jnp.maximum(rows(data), 1), jax.random.fold_in(key, 1)
+        weight, for_gate = 1 / jnp.maximum(rows(data), 1), jax.random.fold_in(key, np.uint32(0xFFFFFFFE))
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             apart = jax.nn.logsumexp(-squared_distances(m, down.r) / (2 * self.sigma2))
@@ -161,7 +165,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
             some = drawn(for_gate, data, self.gate_rows)
             beta, _ = descend(self._gate(), G, down.beta, self.train_gate, down.lr, for_gate, some)
         moved = jax.tree.map(lambda m, r: c.reshape((-1,) + (1,) * m.ndim) * (m[None] - r), m_i, down.r)
-        objective = jnp.float32(0)
+        objective = None
         if self.elbo:
             nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
             objective = nll - jax.nn.logsumexp(-distance / (2 * self.sigma2))
@@ -170,8 +174,8 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The M-step (24), and the gates' mean."""
         count = self._clients() * up.c  # Σ_i c_ij
-        kept = count / (count + self.sigma2) if self.shrink else jnp.where(count > 0, 1.0, 0.0)
         rare = count < 1
+        kept = jnp.where(self.shrink | rare, count / (count + self.sigma2), 1.0)
 
         def component(old: Array, moved: Array) -> Array:
             along = (-1,) + (1,) * (old.ndim - 1)
@@ -181,10 +185,11 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
         r = jax.tree.map(component, server.r, up.moved)
         idle = jnp.where(rare, server.idle + 1, 0)
-        again, most = idle >= self.patience, jnp.argmax(count)
+        most = jnp.argmax(count)
+        again = (idle >= self.patience) & (jnp.arange(self.K) != most)
         beside = _noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r), self.noise)
         r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
-        bound = -(self._clients() * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
+        bound = None if up.objective is None else -(self._clients() * up.objective + self._kl(server))
         return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
@@ -218,6 +223,9 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         """g(x; β)."""
         return jax.nn.softmax(self._gate().apply(trees.merge(down.beta, down.gate_head), x), axis=1)
 
+    def _no_bound(self) -> Float[Array, ""] | None:
+        return jnp.float32(0) if self.elbo else None
+
     def _clients(self) -> int:
         if self.N is None:
             raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
@@ -234,15 +242,18 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
     def _init_gate(self, key: PRNGKeyArray) -> tuple[Params, Params]:
         """The gate's head and body: the network's, its last axis of outputs cut or repeated to K."""
-        if self.gate is not None:
-            return trees.split(self.gate.init(key), self.head)
-        k = self.model.likelihood.outputs
+        if self.gate is not None or self.K == 1:
+            return trees.split((self.gate or self.model).init(key), self.head, whole=True)
+        path, k = self.head or ("head",), network_outputs(self.model.likelihood)
         draws = [self.model.init(one) for one in jax.random.split(key, -(-self.K // k))]
-        path = self.head or ("head",)
-        heads = [trees.split(draw, path, whole=True)[0] for draw in draws]
+        known = any(name.startswith(path) for name in trees.named(draws[0]))
+        heads = [trees.split(draw, path, whole=True)[0] for draw in draws] if known else []
+        if not known or any(leaf.shape[-1:] != (k,) for leaf in jax.tree.leaves(heads)) or "log_scale" in draws[0]:
+            raise UserError(
+                f"the network has no last layer under {', '.join(path)} that could have {self.K} outputs; give gate=Model"
+            )
         wide = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1)[..., : self.K], *heads)
-        params = trees.merge(wide, trees.split(draws[0], path, whole=True)[1])
-        return trees.split(params, self.head)
+        return trees.split(trees.merge(wide, trees.split(draws[0], path, whole=True)[1]), self.head)
 
     def _gate_loss(self, beta: Params, down: Down, label: Int[Array, ""], batch: Data) -> Float[Array, ""]:
         """−log g_j*(x; β), over the rows of the batch."""

@@ -8,15 +8,17 @@
     predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν)                                                (19)
     adapt:   (17) on the client's rows, body and head; then draws of m with columns dropped        (46, 12)
 
-Sums over clients are N times the mean over those of the round. Clients send their step δ_i = m_i − m0 and δ_i², from which both
-server updates follow: 2 d numbers, where the paper sends d and the server sees each client. The head stays at its random start
-while training. ε enters V0 alone: noise of 1e-4 on every weight of every step changes nothing that can be seen.
+Sums over clients are N times the mean over those of the round. Clients send their step δ_i = m_i − m0 and δ_i², of which the
+server needs only sums: 2 d numbers and the loss, where the paper sends d and needs each client's. The head stays at its random
+start while training. ε enters V0 and the bound alone: noise of 1e-4 on every weight changes nothing that can be seen.
 
 **The prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
-n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0, and with
-Σ0 = (N + 3) σ0² a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3). "literal" is as printed: Σ0 = 1,
-ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows with the number d of weights until clients
-hardly move, so its step is implicit. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx with μ = 1/(σ0² |D_i|).
+n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0. Σ0 is set to
+(N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
+"literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
+with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
+`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, and stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum); those of
+the literal prior, and of one that is learnt, are implicit.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -46,7 +48,7 @@ class Server(NamedTuple):
     V0: Params
     Sigma0: Params
     head: Params
-    bound: Float[Array, ""]
+    bound: Float[Array, ""] | None
     round: Int[Array, ""]
 
 
@@ -66,12 +68,12 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """The client's step δ_i = m_i − m0, its square, its training loss, and its term (5) of the bound."""
+    """The client's step δ_i = m_i − m0, its square, its training loss, and with `elbo` its term (5) of the bound."""
 
     delta: Mean[Params]
     square: Mean[Params]
     loss: Mean[Float[Array, ""]]
-    objective: Mean[Float[Array, ""]]
+    objective: Mean[Float[Array, ""] | None]
 
 
 class Prior(NamedTuple):
@@ -101,11 +103,11 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
     p: float = 0.999
-    """Share of columns that are kept: 1 − p is the dropout."""
+    """Share of columns that are kept: 1 − p is the dropout. It also multiplies m0 in each round."""
     epsilon: float = 1e-4
     """ε, the width of the spikes of q_i."""
     sigma0: float = 0.1
-    """σ0, the deviation of a weight between clients a priori."""
+    """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too."""
     lambda0: float = 0.0
     """λ0, how many clients of all-zero weights the prior counts for (the paper has 1); 0 is a flat prior for the mean."""
     prior: Literal["coordinate", "literal", "fixed"] = "coordinate"
@@ -141,6 +143,12 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
                 "prior='coordinate' does not depend on their number",
                 stacklevel=3,
             )
+        if self.N is not None and self.N < 1:
+            raise UserError(f"N is {self.N}, but there is at least one client")
+        if self.empirical and not self.epsilon > 0:
+            raise UserError("epsilon is 0, but a prior that is learnt needs a width that it does not fall below; use 1e-4")
+        if (self.empirical or self.prior == "literal") and "adam" in (self.train.optimiser, self.tune.optimiser):
+            raise UserError("this prior takes implicit steps after those of SGD, but the optimiser is adam; use sgd")
         if self.empirical and self.prior != "coordinate":
             raise UserError(f"Σ0 is learnt for the coordinate prior, but prior is {self.prior}; leave out one of the two")
 
@@ -151,7 +159,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(self._sigma0_squared()), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
-        return Server(m0, V0, Sigma0, head, jnp.float32(0), jnp.int32(0))
+        return Server(m0, V0, Sigma0, head, jnp.float32(0) if self.elbo else None, jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -165,7 +173,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         """Local epochs on (17), from m0."""
         m_i, loss = self._fit(down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
         delta = jax.tree.map(jnp.subtract, m_i, down.m0)
-        objective = self._objective(down, m_i, delta, data) if self.elbo else jnp.float32(0)
+        objective = self._objective(down, m_i, delta, data) if self.elbo else None
         return Up(delta, jax.tree.map(jnp.square, delta), loss, objective), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -189,11 +197,11 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         V0 = server.V0
         if self.prior != "fixed":
             V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
-        bound = -(N * up.objective + self._kl(server)) if self.elbo else jnp.float32(0)
+        bound = None if up.objective is None else -(N * up.objective + self._kl(server))
         return Server(m0, V0, Sigma0, server.head, bound, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Equation 46, from m0: the head's weights have the prior of weights on which clients agree."""
+        """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""
         start = trees.merge(down.m0, down.head)
         of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.sigma0**2, leaf.dtype), down.head)
         precision = trees.merge(self._precision(down), of_head)
@@ -213,13 +221,21 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         return jax.lax.map(one, jax.random.split(key, self.draws))
 
     def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
-        """A draw of a new client's body (19)."""
-        of = self._prior(down.m0)
-        for_chi, key = jax.random.split(key)
-        heavy = jnp.sqrt(of.degrees / jax.random.chisquare(for_chi, of.degrees))
-        noise = trees.normal_like(key, down.m0)
+        """A draw of a new client's body (19): weights have their own variances a posteriori, or share one (literal)."""
+        of, shape = self._prior(down.m0), trees.normal_like(key, down.m0)
+        if self.prior == "fixed":
+            noise = shape  # no variance to be unsure of
+        elif self.prior == "literal":
+            heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
+            noise = jax.tree.map(lambda e: heavy * e, shape)
+        else:
+            leaves, structure = jax.tree.flatten(down.m0)
+            keys = jax.random.split(key, len(leaves))
+            noise = jax.tree.unflatten(
+                structure, [student_t(one, of.degrees, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
+            )
         scale = (of.l0 + 1) / (of.l0 * of.degrees)
-        return jax.tree.map(lambda m, V, e: m + heavy * jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+        return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
 
     def _clients(self) -> int:
         if self.N is None:
@@ -237,7 +253,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
             raise UserError("D is not set: the literal prior counts the rows of all clients; give D")
         d = sum(leaf.size for leaf in jax.tree.leaves(m0))
         n0 = self.D + d + 2
-        return Prior(d + 2, n0, self.D + 1, n0 + d + 1, self.D + 3)
+        return Prior(d + 2, n0, self.D + self.lambda0, n0 + d + 1, self.D + 3)
 
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""
@@ -254,16 +270,17 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         key: PRNGKeyArray,
         data: Data,
     ) -> tuple[Params, Float[Array, ""]]:
-        """(17) over |D_i|, by minibatches; the literal prior's pull is an implicit step after each."""
+        """(17) over |D_i|, by minibatches; the pull of the literal and of a learnt prior is an implicit step after each."""
         strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
-        implicit = self.prior == "literal"
+        implicit = self.prior == "literal" or self.empirical
+        length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             loss = mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch)
             return loss if implicit else loss + weighted_distance(strength, m, start) / 2
 
         def pulled(m: Params) -> Params:
-            return jax.tree.map(lambda s, m, m0: (m + lr * s * m0) / (1 + lr * s), strength, m, start)
+            return jax.tree.map(lambda s, m, m0: (m + length * s * m0) / (1 + length * s), strength, m, start)
 
         return descend(self.model, F, start, training, lr, key, data, pulled if implicit else None)
 
@@ -293,15 +310,29 @@ def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
     if p == 1:
         return m
     leaves, structure = jax.tree.flatten(m)
-    masks = [(*leaf.shape[-2:-1], 1) if leaf.ndim > 1 else (1,) * leaf.ndim for leaf in leaves]
-    sizes = [shape[0] if shape else 1 for shape in masks]
+    # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
+    masks = [_column_mask(leaf.shape) for leaf in leaves]
+    sizes = [max(shape, default=1) for shape in masks]
     kept = (jax.random.uniform(key, (sum(sizes),)) < p).astype(jnp.float32)  # one draw for all
     found, start = [], 0
     for leaf, shape, size in zip(leaves, masks, sizes, strict=True):
-        mask = kept[start : start + size].reshape((1,) * (leaf.ndim - len(shape)) + shape)
+        mask = kept[start : start + size].reshape(shape)
         found.append(leaf * jnp.broadcast_to(mask, leaf.shape))
         start += size
     return jax.tree.unflatten(structure, found)
+
+
+def _column_mask(shape: tuple[int, ...]) -> tuple[int, ...]:
+    axis = {0: None, 1: None, 3: 2}.get(len(shape), len(shape) - 2)
+    return tuple(size if place == axis else 1 for place, size in enumerate(shape))
+
+
+def student_t(key: PRNGKeyArray, degrees: float, shape: tuple[int, ...]) -> Array:
+    """Student's t by Bailey's polar form (1994): exact, from two uniform numbers, where a gamma draw would be slow."""
+    one, two = jax.random.split(key)
+    radius = jax.random.uniform(one, shape, minval=1e-12)
+    spread = jnp.sqrt(degrees * jnp.expm1(-2 / degrees * jnp.log(radius)))
+    return spread * jnp.cos(2 * jnp.pi * jax.random.uniform(two, shape))
 
 
 def weighted_distance(weights: Params, one: Params, other: Params) -> Float[Array, ""]:
