@@ -74,7 +74,7 @@ def unlabelled(data: str) -> fb.Unlabelled:
 
 
 METHODS = {
-    "niw": lambda model, tau, data: fb.FedHBNIW(model, head=(), train=training(tau)),
+    "niw": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.3, train=training(tau)),
     "mixture": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
     "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
     "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),
