@@ -112,6 +112,7 @@ def test_a_csv_of_one_s_own(capsys, csv, tmp_path, target, options, figure, algo
         assert figures["rmse"]["rows"] < 0.9 * frame[target].std()
 
 
+@pytest.mark.slow
 def test_compare_prints_mean_and_spread_and_writes_json(capsys, tmp_path):
     arguments = ["fedavg", "fedprox", "--seeds", 2, "--json", tmp_path / "out.json", "--out", tmp_path / "runs"]
     settings = ["--set", "train.lr=0.05", "--set", "fedprox.mu=0.5", "--hold-out", 4]

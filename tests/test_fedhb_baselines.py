@@ -119,6 +119,7 @@ def test_pa_samples_are_the_means_over_epochs_and_give_delta_through_the_dense_s
     np.testing.assert_allclose(up.delta["w"], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_pa_sample_of_an_epoch_is_the_mean_of_its_iterates(clients, model):
     """With ρ = 0, Δ = w − x̄, where x̄ of one epoch is the mean of its iterates, which are followed here one by one."""
     data = rows_of(clients, 1)
@@ -184,6 +185,7 @@ def test_em_of_one_component_is_fedavg(clients, model):
     assert_close(part(adapted(one, clients).theta), adapted(other, clients).params, 1e-6)
 
 
+@pytest.mark.slow
 def test_em_shares_are_those_of_plain_em(clients, model):
     algorithm = FedEM(model, K=3, train=TRAIN, em_steps=7)
     down = algorithm.broadcast(KEY, algorithm.init_server(KEY))
@@ -291,6 +293,7 @@ def test_be_labels_are_the_mean_over_teachers(model, posterior):
     np.testing.assert_allclose(algorithm.labels(KEY, average, up, x), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_be_samples_have_the_moments_of_the_clients(model):
     up = three_models(model)
     average = mean_of(up.params, up.n)
@@ -309,6 +312,7 @@ def test_be_samples_have_the_moments_of_the_clients(model):
             assert (draws <= kernel.max(axis=0)[None] + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_be_cycles_and_their_mean_are_as_written_down(model):
     """Full batches without momentum: each step, the fall of the step size and the mean at the cycles' ends by hand."""
     rows, up, lr, cycle = unlabelled(), three_models(model), 0.5, 3
@@ -384,6 +388,7 @@ def test_ensemble_averages_each_group_by_itself_and_leaves_empty_ones_alone(clie
     assert len({*groups[~clients.unseen]}) > 1
 
 
+@pytest.mark.slow
 def test_ensemble_keeps_groups_and_makes_them_of_like_size(model):
     data = two_kinds(200, rows=4)
     simulation = simulated(Ensemble(model, K=4, train=TRAIN), data, 1)

@@ -223,6 +223,7 @@ def test_the_same_noise_gives_the_same_iterates_for_any_partition():
     assert iterates() < 1e-5
 
 
+@pytest.mark.slow
 def test_in_double_precision_partitions_agree_to_ten_digits():
     """In a process of its own: JAX's precision is set once."""
     run = subprocess.run([sys.executable, "-c", INVARIANCE], cwd=ROOT, capture_output=True, text=True, check=True)
