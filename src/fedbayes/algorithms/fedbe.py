@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params, Stack
+from fedbayes.algorithms.fedavg import Down, Local
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model
 from fedbayes.training import Training, descend, local_steps, masked_mean, mean_loss, rows
@@ -63,19 +64,6 @@ class Server(NamedTuple):
     params: Params
     x: Shaped[Array, "u ..."]
     round: Int[Array, ""]
-
-
-class Local(NamedTuple):
-    """A fine-tuned model after `adapt`; nothing while training."""
-
-    params: Params | None
-
-
-class Down(NamedTuple):
-    """The model and this round's step size."""
-
-    params: Params
-    lr: Float[Array, ""]
 
 
 class Up(NamedTuple):

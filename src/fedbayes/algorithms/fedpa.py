@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithms.fedavg import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, local_steps, mean_loss, rows
@@ -40,12 +41,6 @@ class Server(NamedTuple):
     params: Params
     momentum: Params
     round: Int[Array, ""]
-
-
-class Local(NamedTuple):
-    """A fine-tuned model after `adapt`; nothing while training."""
-
-    params: Params | None
 
 
 class Down(NamedTuple):
