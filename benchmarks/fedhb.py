@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def unlabelled(data: str) -> fb.Unlabelled:
 
 
 METHODS = {
-    "niw": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.3, train=training(tau)),
-    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
+    "niw": lambda model, tau, data: fb.FedHBNIW(model, head_scale=3.0, train=training(tau)),
+    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, train=training(tau)),
     "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
     "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),
     "fedprox": lambda model, tau, data: fb.FedProx(model, mu=0.01, train=training(tau)),
@@ -85,7 +86,7 @@ METHODS = {
     "fedpa": lambda model, tau, data: fb.FedPA(model),
     "fedbe": lambda model, tau, data: fb.FedBE(model, unlabelled=unlabelled(data), train=training(tau)),
     "fedem": lambda model, tau, data: fb.FedEM(model, fine_tune=True, train=training(tau)),
-    "fedpop": lambda model, tau, data: fb.FedPop(model, train=training(tau)),
+    "fedpop": lambda model, tau, data: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=training(tau)),
 }
 LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA", "FedBE", "FedEM", "FedPop"]
 
@@ -171,7 +172,7 @@ def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]
     return [json.loads(path.read_text()) for path in paths]
 
 
-SCALES = (0.01, 0.02, 0.05, 0.1, 0.3)
+SCALES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 def scales(out: Path) -> str:
@@ -180,11 +181,11 @@ def scales(out: Path) -> str:
 
     rows, model = {}, network("mnist")
     for sigma0 in SCALES:
-        algorithm = fb.FedHBNIW(model, head=(), sigma0=sigma0, draws=20, train=training(1))
+        algorithm = fb.FedHBNIW(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
         rows[f"{sigma0:g}"] = [run(f"scale-{sigma0:g}", algorithm, "mnist", 1, seed, out) for seed in (0, 1, 2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        literal = fb.FedHBNIW(model, head=(), prior="literal", lambda0=1.0, draws=20, train=training(1))
+        literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
         rows["literal"] = [run("scale-literal", literal, "mnist", 1, seed, out) for seed in (0, 1, 2)]
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2), ("accuracy", "ece"), strict=True):
@@ -278,11 +279,15 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command(run: Callable[[], int]) -> None:
     try:
-        raise SystemExit(main())
+        raise SystemExit(run())
     except fb.UserError as problem:
         raise SystemExit(f"error: {problem}") from None
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    command(main)

@@ -95,7 +95,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """The head at its start is multiplied by this."""
     start: Literal["centre", "best"] = "centre"
     """Where a client starts: at the mean of the prototypes, or at the one that fits its rows best."""
-    noise: float = 0.01
+    noise: float = 0.001
     """Prototypes start alike but for noise of this deviation."""
     shrink: bool = True
     """Whether prototypes have the prior N(0, I), which draws them to 0; else a flat one."""

@@ -7,8 +7,9 @@ Clients(digits: 10 clients, 1797 rows of (64,), 10 classes)
 """
 
 from fedbayes.data.clients import Clients
+from fedbayes.data.corruptions import corrupted
 from fedbayes.data.describe import describe, label_counts
 from fedbayes.data.sources import NAMES, load
 from fedbayes.data.synthetic import synthetic
 
-__all__ = ["NAMES", "Clients", "describe", "label_counts", "load", "synthetic"]
+__all__ = ["NAMES", "Clients", "corrupted", "describe", "label_counts", "load", "synthetic"]

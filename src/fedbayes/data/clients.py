@@ -164,6 +164,41 @@ class Clients:
         # Standardised clients are standardised anew: what is held out must not have a part in shift and scale.
         return fewer if (self.scale == 1).all() and not self.shift.any() else fewer.standardised(self.scale.ndim == 0 or None)
 
+    def validation(self, share: float = 0.2, seed: int = 0) -> Clients:
+        """The same clients without their test rows: a share of their training rows tests instead, to choose settings by.
+
+        >>> clients = Clients.build(np.ones((20, 1)), np.arange(20) % 2, np.arange(20) // 10, test=0.5).validation(0.4)
+        >>> clients.train_counts.tolist(), clients.test_counts.tolist()
+        ([3, 3], [2, 2])
+        """
+        owner, is_test = self._owners()
+        return self._rebuilt(np.where(is_test, -1, owner), self.names, self.unseen, test=share, seed=seed)
+
+    def pooled(self) -> Clients:
+        """All participants' rows as one client's, which is what no federation has; those that are unseen stay as they are.
+
+        >>> Clients.build(np.ones((8, 1)), np.arange(8) % 2, np.arange(8) // 2).pooled()
+        Clients(data: 1 clients, 8 rows of (1,), 2 classes)
+        """
+        owner, is_test = self._owners()
+        place = np.where(self.unseen, np.cumsum(self.unseen), 0)
+        names = np.array(["pooled", *self.names[self.unseen].tolist()])
+        return self._rebuilt(place[owner], names, np.arange(len(names)) > 0, is_test=is_test)
+
+    def _owners(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row, whose it is and whether it is for testing."""
+        owner = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return owner, np.arange(len(owner)) - self.offsets[owner] >= self.train_counts[owner]
+
+    def _rebuilt(self, client: np.ndarray, names: np.ndarray, unseen: np.ndarray, **options: Any) -> Clients:
+        gone = np.bincount(client[client >= 0], minlength=len(names)) == 0  # a client that had test rows alone
+        place = np.append(np.where(gone, -1, np.cumsum(~gone) - 1), -1)
+        same = {"classes": self.classes, "features": self.features, "name": self.name, "missing": "keep"}
+        built = Clients.build(
+            self.x, self.y, place[client], names=names[~gone], unseen=unseen[~gone].tolist(), **same, **options
+        )
+        return dataclasses.replace(built, shift=self.shift, scale=self.scale)
+
     def standardised(self, pooled: bool | None = None) -> Clients:
         """The same clients with `shift` and `scale` from the mean and standard deviation of the participants' training rows.
 

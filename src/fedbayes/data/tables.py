@@ -85,13 +85,14 @@ class Table:
                 f"rows with --partition: {', '.join(FORMS.values())}"
             )
         N = self.clients if clients is None else clients
-        client = _assign(parse(chosen), self.y, self.is_test, N, seed, self.coarse)
+        client = assign(parse(chosen), self.y, self.is_test, N, seed, self.coarse)
         return dataclasses.replace(self, client=client, names=np.arange(N).astype(str), unseen=None)
 
 
-def _assign(
+def assign(
     partition: Partition, y: np.ndarray, is_test: np.ndarray | None, clients: int, seed: int, coarse: np.ndarray | None
 ) -> np.ndarray:
+    """A client for each row; test rows follow the labels that the training rows of each have."""
     if is_test is None:
         return partition(y, clients, seed, coarse)
     client = np.empty(len(y), np.int64)
