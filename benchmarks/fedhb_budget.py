@@ -7,8 +7,8 @@
 A method has twelve tries: its training step size of benchmarks/fedhb.py times 1/3, 1 or 3, and one of four step sizes of
 personalisation (for FedPop, which has none, one of three lengths of its chain). Tries are scored on a fifth of each
 client's training rows, which are not trained on, with seed 0; the test rows have no part in it. The try with the best
-personalised accuracy is then trained on all training rows and tested, with each seed. Each run has a folder under --out: what is
-there is not run again.
+personalised accuracy is then trained on all training rows and tested, with each seed. Each run has a file under --out: what
+is there is not run again.
 """
 
 from __future__ import annotations

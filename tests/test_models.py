@@ -270,3 +270,13 @@ def test_bad_names(name, data, options, message):
 def test_normal_scale_must_be_positive():
     with pytest.raises(UserError, match="above zero"):
         Normal(0.0)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(3), Normal(None)], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_readout_of_features_is_the_network(name, likelihood):
+    model = models.in_units(NETWORKS[name](likelihood), 5.0, 2.0)
+    params, x = model.init(KEY), jax.random.normal(jax.random.key(1), (5, *SHAPES[name]))
+    features = jax.jit(model.features)(params, x)
+    assert features.ndim == 2
+    np.testing.assert_allclose(jax.jit(model.readout)(params, features), jax.jit(model.apply)(params, x), rtol=1e-5, atol=1e-6)

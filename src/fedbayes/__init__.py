@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedbayes import data, models
     from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
+    from fedbayes.algorithms.apfl import APFL
+    from fedbayes.algorithms.ditto import Ditto
     from fedbayes.algorithms.ensemble import Ensemble
     from fedbayes.algorithms.fedavg import FedAvg
     from fedbayes.algorithms.fedbabu import FedBABU
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedper import FedPer
     from fedbayes.algorithms.fedpop import FedPop
     from fedbayes.algorithms.fedprox import FedProx
+    from fedbayes.algorithms.fedrecon import FedRecon
+    from fedbayes.algorithms.fedrep import FedRep
+    from fedbayes.algorithms.fedvi import FedVI
+    from fedbayes.algorithms.ifca import IFCA
+    from fedbayes.algorithms.knn_per import KNNPer
     from fedbayes.algorithms.pfedbayes import PFedBayes
     from fedbayes.algorithms.pvi import PVI
     from fedbayes.algorithms.sfvi import SFVI
@@ -39,6 +46,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "APFL": "algorithms.apfl",
+    "Ditto": "algorithms.ditto",
+    "IFCA": "algorithms.ifca",
     "Algorithm": "algorithm",
     "Clients": "data",
     "Data": "algorithm",
@@ -54,6 +64,10 @@ _WHERE = {
     "FedPer": "algorithms.fedper",
     "FedPop": "algorithms.fedpop",
     "FedProx": "algorithms.fedprox",
+    "FedVI": "algorithms.fedvi",
+    "FedRep": "algorithms.fedrep",
+    "KNNPer": "algorithms.knn_per",
+    "FedRecon": "algorithms.fedrecon",
     "Fit": "fit",
     "Mean": "algorithm",
     "PFedBayes": "algorithms.pfedbayes",
@@ -75,11 +89,14 @@ _WHERE = {
 _MODULES = ("data", "models")
 
 __all__ = [
+    "APFL",
+    "IFCA",
     "PVI",
     "SFVI",
     "Algorithm",
     "Clients",
     "Data",
+    "Ditto",
     "Ensemble",
     "Family",
     "FedAvg",
@@ -92,7 +109,11 @@ __all__ = [
     "FedPer",
     "FedPop",
     "FedProx",
+    "FedRecon",
+    "FedRep",
+    "FedVI",
     "Fit",
+    "KNNPer",
     "Mean",
     "PFedBayes",
     "Reduce",

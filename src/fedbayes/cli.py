@@ -23,6 +23,7 @@ COMMANDS = {
     "run": ("fedbayes.commands.run", "train one algorithm: fedbayes run ALGORITHM --data … --rounds … --out DIR"),
     "compare": ("fedbayes.commands.compare", "train several algorithms over several seeds: one table with mean ± spread"),
     "fit": ("fedbayes.commands.fit", "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR"),
+    "certify": ("fedbayes.commands.certify", "bound the error of clients that did not train: fedbayes certify RUN"),
     "list": ("fedbayes.commands.listing", "the algorithms, networks and data sets that have names"),
     "wire": ("fedbayes.commands.wire", "what an algorithm sends: shapes, reductions, and what each upload depends on"),
     "data": ("fedbayes.commands.data", "describe a data set: fedbayes data describe DATA"),

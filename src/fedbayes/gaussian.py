@@ -188,8 +188,14 @@ def kl(q: MeanField, p: MeanField) -> Float[Array, ""]:
     """
 
     def term(mean_q: Array, rho_q: Array, mean_p: Array, rho_p: Array) -> Array:
-        sigma_q, sigma_p = jax.nn.softplus(rho_q), jax.nn.softplus(rho_p)
-        ratio = (sigma_q / sigma_p) ** 2
-        return jnp.sum(ratio + ((mean_q - mean_p) / sigma_p) ** 2 - 1 - jnp.log(ratio)) / 2
+        return kl_diagonal(mean_q, jax.nn.softplus(rho_q), mean_p, jax.nn.softplus(rho_p))
 
     return jax.tree.reduce(jnp.add, jax.tree.map(term, q.mean, q.rho, p.mean, p.rho))
+
+
+def kl_diagonal(
+    mean_q: Float[Array, "*n"], sigma_q: Float[Array, "*n"], mean_p: Float[Array, "*n"], sigma_p: Float[Array, "*n"]
+) -> Float[Array, ""]:
+    """KL(N(mean_q, sigma_q²) ‖ N(mean_p, sigma_p²)), summed over all elements."""
+    ratio = (sigma_q / sigma_p) ** 2
+    return jnp.sum(ratio + ((mean_q - mean_p) / sigma_p) ** 2 - 1 - jnp.log(ratio)) / 2

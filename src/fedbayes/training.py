@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import checkify
-from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Params
@@ -168,6 +168,12 @@ def descend(
     return params, total / jnp.maximum(steps, 1)
 
 
+def momentum_step(params: Params, momentum: Params, delta: Params, lr: float, decay: float) -> tuple[Params, Params]:
+    """A server's step of SGD against `delta`; returns the parameters and the new momentum."""
+    momentum = jax.tree.map(lambda old, new: decay * old + new, momentum, delta)
+    return jax.tree.map(lambda w, step: w - lr * step, params, momentum), momentum
+
+
 def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:
     """So many rows drawn with replacement; all of them where the client has no more."""
     size, places = jnp.sum(data.mask), jnp.arange(count)
@@ -175,6 +181,29 @@ def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:
     few = size <= count
     chosen = jnp.clip(jnp.where(few, places, random), 0, data.mask.shape[0] - 1)
     return Data(data.x[chosen], data.y[chosen], jnp.where(few, places < size, True))
+
+
+def halves(key: PRNGKeyArray, data: Data) -> tuple[Data, Data]:
+    """The client's rows in two random halves, the second the larger one where they are odd; as masks, nothing is copied.
+
+    >>> data = Data(jnp.zeros((9, 1)), jnp.zeros(9), jnp.arange(9) < 5)
+    >>> [int(rows(half)) for half in halves(jax.random.key(0), data)]
+    [2, 3]
+    """
+    place = jnp.argsort(shuffle(key, data))
+    first = place < jnp.sum(data.mask) // 2
+    return data._replace(mask=data.mask & first), data._replace(mask=data.mask & ~first)
+
+
+def shuffle(key: PRNGKeyArray, data: Data) -> Int[Array, " n"]:
+    """Indices of the client's rows in random order, then those of its padding, whose length changes nothing.
+
+    >>> data = Data(jnp.zeros((5, 1)), jnp.zeros(5), jnp.arange(5) < 3)
+    >>> sorted(shuffle(jax.random.key(0), data)[:3].tolist())
+    [0, 1, 2]
+    """
+    ranks = jax.random.bits(key, data.mask.shape)
+    return jnp.lexsort((ranks, ~data.mask))
 
 
 def mean_loss(model: Model, params: Params, batch: Data) -> Float[Array, ""]:

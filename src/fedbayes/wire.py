@@ -48,8 +48,7 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
     >>> [leaf.path for leaf in manifest(fb.FedPer(fb.network("linear", clients), personal=("head/bias",)), clients)]
     ['shared/head/kernel', 'lr', 'shared/head/kernel', 'weight', 'loss']
     """
-    if isinstance(data, Clients):
-        data = jax.tree.map(lambda leaf: leaf[0], data.train([0], max(2, int(data.train_counts[0]))))
+    data = _one_client(data)
     key = jax.eval_shape(lambda: jax.random.key(0))
     arrays, whole = trees.arrays_of(data)
     one = () if isinstance(data, Data) else (arrays,)  # a structured model's data may tell the server of parameters
@@ -68,6 +67,28 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
         kind = kinds[path.split("/")[0]].value
         rows.append(Leaf("up", path, leaf.shape, str(leaf.dtype), kind, tuple(flow.depends), tuple(flow.copies)))
     return rows
+
+
+def adapt_reads_labels(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> bool:
+    """Whether a client needs labels to be adapted to; told from the program itself.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits")
+    >>> model = fb.network("mlp", clients)
+    >>> adapt_reads_labels(fb.FedAvg(model), clients), adapt_reads_labels(fb.FedVI(model), clients)
+    (True, False)
+    """
+    data, key = _one_client(data), jax.eval_shape(lambda: jax.random.key(0))
+    local = jax.eval_shape(algorithm.init_local, key, data)
+    down = jax.eval_shape(lambda key: algorithm.broadcast(key, algorithm.init_server(key)), key)
+    flows = provenance.trace(algorithm.adapt, {"key": key, "down": down, "local": local, "data": data})
+    return any("data/y" in flow.depends for flow in flows)
+
+
+def _one_client(data: Any) -> Any:
+    if not isinstance(data, Clients):
+        return data
+    return jax.tree.map(lambda leaf: leaf[0], data.train([0], max(2, int(data.train_counts[0]))))
 
 
 def check(leaves: Sequence[Leaf]) -> None:

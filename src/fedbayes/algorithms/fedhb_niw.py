@@ -17,8 +17,9 @@ n0 = N + 3, which is where the bound is largest (the paper puts rows for clients
 (N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
 "literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
 with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
-`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, and stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum); those of
-the literal prior, and of one that is learnt, are implicit.
+`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, and stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum). They are
+implicit, which is stable always, for the literal prior, one that is learnt, and a σ0 so small that a client of mean size would
+come within a quarter of that limit.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -125,7 +126,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     N: int | None = None
     """N, the clients that may take part; by default those of the run."""
     D: int | None = None
-    """|D|, the rows of all clients, which only the literal prior asks for; by default those of the run."""
+    """|D|, the rows of all clients; by default those of the run."""
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -255,6 +256,13 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         n0 = self.D + d + 2
         return Prior(d + 2, n0, self.D + self.lambda0, n0 + d + 1, self.D + 3)
 
+    def _implicit(self, training: Training) -> bool:
+        if self.prior == "literal" or self.empirical:
+            return True
+        if training.optimiser != "sgd" or self.D is None or self.N is None:
+            return False
+        return training.lr * self.p / self.sigma0**2 / (self.D / self.N) > (1 + training.momentum) / 2
+
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""
         pull = self._prior(down.m0).pull
@@ -272,7 +280,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     ) -> tuple[Params, Float[Array, ""]]:
         """(17) over |D_i|, by minibatches; the pull of the literal and of a learnt prior is an implicit step after each."""
         strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
-        implicit = self.prior == "literal" or self.empirical
+        implicit = self._implicit(training)
         length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:

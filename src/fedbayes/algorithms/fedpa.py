@@ -32,7 +32,7 @@ from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.algorithms.fedavg import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, local_steps, mean_loss, rows
+from fedbayes.training import Training, descend, local_steps, mean_loss, momentum_step, rows
 
 
 class Server(NamedTuple):
@@ -127,8 +127,7 @@ class FedPA(Algorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """A step of SGD with momentum along the mean Δ."""
-        momentum = jax.tree.map(lambda old, delta: self.server_momentum * old + delta, server.momentum, up.delta)
-        params = jax.tree.map(lambda w, step: w - self.server_lr * step, server.params, momentum)
+        params, momentum = momentum_step(server.params, server.momentum, up.delta, self.server_lr, self.server_momentum)
         return Server(params, momentum, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:

@@ -82,7 +82,7 @@ def unbuilt(spec: str) -> Model:
     def none(*_: Any) -> Any:
         raise AssertionError(f"the network {spec} is built when the data is there")
 
-    return Model(none, none, Categorical(2), name=spec)
+    return Model(none, none, Categorical(2), spec, none, none)
 
 
 def build(model: Model, data: Clients, likelihood: str | None) -> Model:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
 from fedbayes.commands.display import progress_bar, result_table, show
-from fedbayes.commands.options import DataOptions, RunOptions, choose
+from fedbayes.commands.options import Chosen, DataOptions, RunOptions, choose, write_json
+from fedbayes.errors import UserError
 from fedbayes.fit import Fit, simulate
 
 
@@ -41,29 +43,43 @@ def main(arguments: Sequence[str]) -> None:
     chosen = choose(Options, arguments, "run", "Train {name} and leave a run folder. The options are the algorithm's fields.")
     if chosen is None:
         return
-    name, options, data, algorithm = chosen
+    name, options, data, _ = chosen
     folder = options.out or Path("runs") / f"{name}-{data.name}-{options.seed}"
     settings = options.settings
     with progress_bar() as add:
         callback = add(name, settings.rounds)
         try:
-            fit: Fit = simulate(
-                algorithm,
-                data,
-                settings.rounds,
-                cohort=settings.cohort,
-                seed=options.seed,
-                dropout=settings.dropout,
-                clients="loop" if settings.loop else "vmap",
-                evaluate_every=options.evaluate_every,
-                average_last=options.average_last,
-                folder=folder,
-                resume=options.resume,
-                force=options.force,
-                callbacks=(callback,),
-                config={"network": options.algorithm.model.name},
-            )
+            fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=(callback,))
+            write_json(folder / "command.json", list(arguments))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
     show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
     show(f"run folder: {folder}")
+
+
+def finished(folder: Path) -> Fit:
+    """The run that `fedbayes run` left in a folder, as it was when it ended."""
+    if not (folder / "result.json").is_file() or not (folder / "command.json").is_file():
+        raise UserError(f"{folder} holds no finished run of fedbayes run; give the folder that it named at its end")
+    chosen = choose(Options, json.loads((folder / "command.json").read_text()), "run", "{name}")
+    assert chosen is not None
+    return _simulated(chosen, folder, resume=True)
+
+
+def _simulated(chosen: Chosen, folder: Path, **more: Any) -> Fit:
+    options, settings = chosen.options, chosen.options.settings
+    fit: Fit = simulate(
+        chosen.algorithm,
+        chosen.data,
+        settings.rounds,
+        cohort=settings.cohort,
+        seed=options.seed,
+        dropout=settings.dropout,
+        clients="loop" if settings.loop else "vmap",
+        evaluate_every=options.evaluate_every,
+        average_last=options.average_last,
+        folder=folder,
+        config={"network": options.algorithm.model.name},
+        **more,
+    )
+    return fit

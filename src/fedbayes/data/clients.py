@@ -193,9 +193,17 @@ class Clients:
     def _rebuilt(self, client: np.ndarray, names: np.ndarray, unseen: np.ndarray, **options: Any) -> Clients:
         gone = np.bincount(client[client >= 0], minlength=len(names)) == 0  # a client that had test rows alone
         place = np.append(np.where(gone, -1, np.cumsum(~gone) - 1), -1)
-        same = {"classes": self.classes, "features": self.features, "name": self.name, "missing": "keep"}
         built = Clients.build(
-            self.x, self.y, place[client], names=names[~gone], unseen=unseen[~gone].tolist(), **same, **options
+            self.x,
+            self.y,
+            place[client],
+            names=names[~gone],
+            unseen=unseen[~gone].tolist(),
+            classes=self.classes,
+            features=self.features,
+            name=self.name,
+            missing="keep",
+            **options,
         )
         return dataclasses.replace(built, shift=self.shift, scale=self.scale)
 

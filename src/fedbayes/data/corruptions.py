@@ -83,9 +83,9 @@ def corrupted(
             rows["is_test"].append(is_test)
     finally:
         np.random.set_state(state)
-    whole = {key: np.concatenate(parts) for key, parts in rows.items()}
-    unseen = np.array([str(client).rsplit("-", 1)[0] not in seen for client in whole["client"]])
-    return Clients.build(**whole, unseen=unseen, classes=classes, name=name)
+    images, labels, client, is_test = (np.concatenate(rows[key]) for key in ("x", "y", "client", "is_test"))
+    unseen = np.array([str(one).rsplit("-", 1)[0] not in seen for one in client])
+    return Clients.build(images, labels, client, is_test=is_test, unseen=unseen, classes=classes, name=name)
 
 
 def _kinds(train: int | Sequence[str], random: np.random.Generator, name: str) -> set[str]:

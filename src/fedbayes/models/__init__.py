@@ -2,7 +2,7 @@
 
 from fedbayes.models.convolution import conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, Poisson
-from fedbayes.models.model import Model, from_equinox, from_flax, from_functions, with_learned_scale
+from fedbayes.models.model import Model, Network, from_equinox, from_flax, from_functions, with_learned_scale
 from fedbayes.models.networks import cnn, linear, mlp, mobilenet, network
 from fedbayes.models.targets import in_units
 
@@ -11,6 +11,7 @@ __all__ = [
     "Categorical",
     "Likelihood",
     "Model",
+    "Network",
     "Normal",
     "Poisson",
     "cnn",

@@ -42,9 +42,31 @@ class Model:
     likelihood: Likelihood
     """What the numbers mean."""
     name: str = "custom"
+    features: Apply | None = None
+    """From parameters and rows to the numbers that the last layer sees; None where the network has no such place."""
+    readout: Apply | None = None
+    """From parameters and features to outputs: `apply` is `readout` of `features`."""
 
     def __repr__(self) -> str:
         return f"Model({self.name}, {self.likelihood})"
+
+
+class Network(nnx.Module):
+    """A body and a head after it. `from_flax` knows such a module's features: what the body gives.
+
+    >>> module = Network(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
+    >>> module(jnp.zeros((5, 4))).shape
+    (5, 3)
+    """
+
+    def __init__(self, body: nnx.Module, head: nnx.Module):
+        self.body = body
+        self.head = head
+
+    def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n k"]:
+        """The head of the body."""
+        output: Array = self.head(self.body(x))
+        return output
 
 
 def from_flax(
@@ -65,7 +87,21 @@ def from_flax(
     >>> sorted(model.init(jax.random.key(0)))
     ['bias', 'kernel']
     """
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
+    module = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
+
+    def init(key: PRNGKeyArray) -> Params:
+        state = nnx.state(factory(nnx.Rngs(key)))
+        return _nested({path: variable.get_value() for path, variable in nnx.to_flat_state(state)})
+
+    halves = {}
+    if isinstance(module, Network):
+        halves = {"features": _pure(module.body, ("body",)), "readout": _pure(module.head, ("head",))}
+    return from_functions(init, _pure(module), likelihood, shape=shape, shift=shift, scale=scale, name=name, **halves)
+
+
+def _pure(module: nnx.Module, at: tuple[str, ...] = ()) -> Apply:
+    """A module as a function of its parameters, which lie at a path of the whole network's."""
+    graph, abstract = nnx.split(module)
     paths = []
     for path, variable in nnx.to_flat_state(abstract):
         if not isinstance(variable, nnx.Param):
@@ -75,17 +111,13 @@ def from_flax(
             )
         paths.append(path)
 
-    def init(key: PRNGKeyArray) -> Params:
-        state = nnx.state(factory(nnx.Rngs(key)))
-        return _nested({path: variable.get_value() for path, variable in nnx.to_flat_state(state)})
-
     def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
-        state = nnx.from_flat_state([(path, nnx.Param(_at(params, path))) for path in paths])
-        module: Any = nnx.merge(graph, state)
-        output: Array = module(x)
+        state = nnx.from_flat_state([(path, nnx.Param(_at(params, (*at, *path)))) for path in paths])
+        merged: Any = nnx.merge(graph, state)
+        output: Array = merged(x)
         return output
 
-    return from_functions(init, apply, likelihood, shape=shape, shift=shift, scale=scale, name=name)
+    return apply
 
 
 def from_equinox(
@@ -138,10 +170,13 @@ def from_functions(
     shift: Any = None,
     scale: Any = None,
     name: str = "functions",
+    features: Apply | None = None,
+    readout: Apply | None = None,
 ) -> Model:
     """Any pair of pure functions; `init` gives nested dicts of arrays. With a learned scale, `apply` gives the mean alone.
 
-    `shape`, `shift` and `scale` are as for `from_flax`.
+    `shape`, `shift` and `scale` are as for `from_flax`. With `features` and `readout`, of which `apply` is the composition,
+    methods that look at a network's last layer take it too.
 
     >>> def init(key):
     ...     return {"weights": jax.random.normal(key, (4, 1))}
@@ -154,7 +189,8 @@ def from_functions(
     abstract = jax.eval_shape(init, jax.random.key(0))
     if not isinstance(abstract, dict):
         raise UserError(f"a model's init gives nested dicts of named arrays, not {type(abstract).__name__}; return a dict")
-    model = Model(init, _standardised(apply, shift, scale), likelihood, name)
+    whole = _standardised(apply, shift, scale)
+    model = Model(init, whole, likelihood, name, features and _standardised(features, shift, scale), readout)
     if likelihood == Normal(scale=None):
         model = with_learned_scale(model)
         abstract = jax.eval_shape(model.init, jax.random.key(0))
@@ -182,13 +218,21 @@ def with_learned_scale(model: Model) -> Model:
     def init(key: PRNGKeyArray) -> Params:
         return {**model.init(key), "log_scale": jnp.zeros((), jnp.float32)}
 
-    def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n 2"]:
-        mean = model.apply({name: value for name, value in params.items() if name != "log_scale"}, x)
-        if mean.shape != (len(x), 1):
-            raise UserError(f"a network with a learned scale gives one mean per row, {(len(x), 1)}, but gave {mean.shape}")
-        return jnp.concatenate([mean, jnp.broadcast_to(params["log_scale"], mean.shape)], axis=-1)
+    def beside(inner: Apply) -> Apply:
+        def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n 2"]:
+            mean = inner({name: value for name, value in params.items() if name != "log_scale"}, x)
+            if mean.shape != (len(x), 1):
+                raise UserError(f"a network with a learned scale gives one mean per row, {(len(x), 1)}, but gave {mean.shape}")
+            return jnp.concatenate([mean, jnp.broadcast_to(params["log_scale"], mean.shape)], axis=-1)
 
-    return dataclasses.replace(model, init=init, apply=apply, likelihood=Normal(scale=None))
+        return apply
+
+    return dataclasses.replace(after(model, beside), init=init, likelihood=Normal(scale=None))
+
+
+def after(model: Model, change: Callable[[Apply], Apply]) -> Model:
+    """The model with its outputs changed, whether they are computed from rows or from features."""
+    return dataclasses.replace(model, apply=change(model.apply), readout=model.readout and change(model.readout))
 
 
 def network_outputs(likelihood: Likelihood) -> int:

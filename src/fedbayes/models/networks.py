@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedbayes.errors import UserError
 from fedbayes.models.convolution import Padding, conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, likelihood_named
-from fedbayes.models.model import Model, from_flax, network_outputs
+from fedbayes.models.model import Model, Network, from_flax, network_outputs
 from fedbayes.models.targets import in_units
 
 Init = str  # "torch" or "lecun"; not a Literal, so that a wrong word meets our error and not a type checker's
@@ -46,7 +46,7 @@ def mlp(
     def factory(rngs: nnx.Rngs) -> nnx.Module:
         widths = (math.prod(shape), *hidden)
         body = _Dense(widths, activation, init, rngs)
-        return _Network(body, _linear(widths[-1], network_outputs(likelihood), init, rngs))
+        return Network(body, _linear(widths[-1], network_outputs(likelihood), init, rngs))
 
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="mlp")
 
@@ -77,7 +77,7 @@ def cnn(
     def factory(rngs: nnx.Rngs) -> nnx.Module:
         widths = (rows * columns * channels[-1], *hidden)
         body = _Convolutional((h, w, c), channels, widths, init, rngs)
-        return _Network(body, _linear(widths[-1], network_outputs(likelihood), init, rngs))
+        return Network(body, _linear(widths[-1], network_outputs(likelihood), init, rngs))
 
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="cnn")
 
@@ -109,7 +109,7 @@ def mobilenet(
 
     def factory(rngs: nnx.Rngs) -> nnx.Module:
         body = _Separable((h, w, c), widths, groups, init, rngs)
-        return _Network(body, _linear(widths[-1][0], network_outputs(likelihood), init, rngs))
+        return Network(body, _linear(widths[-1][0], network_outputs(likelihood), init, rngs))
 
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="mobilenet")
 
@@ -164,16 +164,6 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
     if classes is not None:
         return model
     return in_units(model, *clients.target_moments())
-
-
-class _Network(nnx.Module):
-    def __init__(self, body: nnx.Module, head: nnx.Module):
-        self.body = body
-        self.head = head
-
-    def __call__(self, x: Float[Array, "n ..."]) -> Float[Array, "n k"]:
-        output: Array = self.head(self.body(x))
-        return output
 
 
 class _Dense(nnx.Module):

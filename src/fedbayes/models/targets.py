@@ -6,7 +6,6 @@ mean and the deviation of the target go into the last step of `apply`, where the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fedbayes.algorithm import Params
 from fedbayes.models.likelihoods import Likelihood, Normal, Poisson
-from fedbayes.models.model import Model
+from fedbayes.models.model import Apply, Model, after
 
 
 def in_units(model: Model, mean: float, deviation: float) -> Model:
@@ -25,10 +24,13 @@ def in_units(model: Model, mean: float, deviation: float) -> Model:
     """
     shift, factor = _affine(model.likelihood, mean, deviation)
 
-    def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
-        return model.apply(params, x) * jnp.array([factor], jnp.float32) + jnp.array([shift], jnp.float32)
+    def scaled(inner: Apply) -> Apply:
+        def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:
+            return inner(params, x) * jnp.array([factor], jnp.float32) + jnp.array([shift], jnp.float32)
 
-    return dataclasses.replace(model, apply=apply) if shift or factor else model
+        return apply
+
+    return after(model, scaled) if shift or factor else model
 
 
 def _affine(likelihood: Likelihood, mean: float, deviation: float) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,0 +1,155 @@
+"""APFL: each client mixes a model of its own with the global one (Deng et al. 2020, Algorithm 1).
+
+    v̄_i = α_i v_i + (1 − α_i) w_i,   F_i(w) = −1/n_i Σ log p(y | x, w) over a minibatch
+    client:  w_i ← w, then with each minibatch, all from the values before it,
+             w_i ← w_i − η ∇F_i(w_i)
+             v_i ← v_i − η ∇_v F_i(v̄_i)          = v_i − η α_i ∇F_i(v̄_i)
+             α_i ← α_i − η ∇_α F_i(v̄_i)          = α_i − η ⟨v_i − w_i, ∇F_i(v̄_i)⟩, cut to [0, 1]
+    server:  w ← Σ_i n_i w_i / Σ_i n_i          (uniform=True: the plain mean, as the paper has it)
+    adapt:   v_i and α_i alone, w as it is
+
+α_i moves once a round, with its first minibatch, as in the authors' code; every="batch" moves it with each. v_i and α_i never
+leave their client and w does not know of them: the messages and w are FedAvg's. α = 0 is FedAvg, α = 1 each client's training
+alone. A client that takes part for the first time starts v_i at w, so that α_i has no slope there; `adapt`, which is short and
+may be its first, moves α_i with each minibatch. A client predicts with v̄ of its v_i and the w of now.
+
+Reference:
+    Deng, Kamani, Mahdavi. Adaptive personalized federated learning. 2020.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithms.fedavg import Down, Server, Up
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.training import Training, local_steps, mean_loss, rows
+
+
+class Local(NamedTuple):
+    """The client's own model v, its share α in the mixture, and whether it has them yet; until then w stands for v."""
+
+    v: Params
+    alpha: Float[Array, ""]
+    own: Bool[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class APFL(Algorithm[Server, Local, Down, Up]):
+    """Federated averaging, and beside it a model of the client's own; it predicts with a mixture of both that it learns.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> APFL(mlp((64,), Categorical(10)), alpha=0.25).adaptive
+    True
+    """
+
+    model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    alpha: float = 0.5
+    """α at the start: the share of the client's own model in its mixture."""
+    adaptive: bool = True
+    """Whether clients learn α; else it stays."""
+    every: Literal["round", "batch"] = "round"
+    """When α moves: with the first minibatch of a round, or with each."""
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
+    """A client's round; α takes plain steps of the same size."""
+    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    """Training of the client's own model and of α in `adapt`."""
+    uniform: bool = False
+    """Whether every client counts the same, instead of by its rows."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"alpha is {self.alpha}, but it is a share: give a number from 0 to 1")
+        if self.every not in ("round", "batch"):
+            raise UserError(f"every is {self.every!r}, but alpha moves every round or every batch; give one of these words")
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """w at random."""
+        return Server(self.model.init(key), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
+        """No model of its own yet, and α at its start."""
+        return Local(trees.zeros(self.model.init(key)), jnp.float32(self.alpha), jnp.bool_(False))
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """w and the round's step size."""
+        return Down(server.params, self.train.lr_of(server.round + 1))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Steps on w, v and α, minibatch by minibatch."""
+        w, local, loss = self._fit(down.params, self._own(down, local), self.train, down.lr, key, data, moving=True)
+        return Up(w, jnp.float32(1) if self.uniform else rows(data), loss), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The weighted mean."""
+        return Server(up.params, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Steps on v and α, w as it is."""
+        lr = self.tune.lr_of(1)
+        return self._fit(down.params, self._own(down, local), self.tune, lr, key, data, moving=False)[1]
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """One draw: v̄, or w where the client has no v."""
+        own = self._own(down, local)
+        return self.model.apply(mixed(own.alpha, own.v, down.params), x)[None]
+
+    def _own(self, down: Down, local: Local) -> Local:
+        """The client's state, with w for v where it has none."""
+        v = jax.tree.map(lambda v, w: jnp.where(local.own, v, w), local.v, down.params)
+        return Local(v, local.alpha, jnp.bool_(True))
+
+    def _fit(
+        self, w: Params, own: Local, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data, *, moving: bool
+    ) -> tuple[Params, Local, Float[Array, ""]]:
+        """w where it is `moving`, v and α after local epochs; and the mean loss of w over the steps."""
+        optimiser = training.build(lr, self.model)
+
+        def F(w: Params, batch: Data) -> Float[Array, ""]:
+            return mean_loss(self.model, w, batch)
+
+        def descended(params: Params, gradient: Params, state: Any) -> tuple[Params, Any]:
+            with trees.other_peoples_code():
+                updates, state = optimiser.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state
+
+        def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
+            w, v, alpha, of_w, of_v, total, steps = carry
+            slope = jax.grad(F)(mixed(alpha, v, w), batch)
+            new_v, of_v = descended(v, jax.tree.map(lambda leaf: alpha * leaf, slope), of_v)
+            new_alpha = alpha
+            if self.adaptive:
+                new_alpha = jnp.clip(alpha - lr * alpha_slope(v, w, slope), 0.0, 1.0)
+                if moving and self.every == "round":
+                    new_alpha = jnp.where(steps == 0, new_alpha, alpha)
+            if moving:
+                value, gradient = jax.value_and_grad(F)(w, batch)
+                w, of_w = descended(w, gradient, of_w)
+                total = total + value
+            return w, new_v, new_alpha, of_w, of_v, total, steps + 1
+
+        start = (w, own.v, own.alpha, optimiser.init(w), optimiser.init(own.v), jnp.float32(0), jnp.float32(0))
+        w, v, alpha, _, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
+        return w, Local(v, alpha, own.own), total / jnp.maximum(steps, 1)
+
+
+def mixed(alpha: Float[Array, ""], v: Params, w: Params) -> Params:
+    """v̄ = α v + (1 − α) w."""
+    # In this form v = w gives w to the last bit, and so does α = 0.
+    return jax.tree.map(lambda v, w: w + alpha * (v - w), v, w)
+
+
+def alpha_slope(v: Params, w: Params, slope: Params) -> Float[Array, ""]:
+    """∂F(v̄)/∂α = ⟨v − w, ∇F(v̄)⟩."""
+    terms = jax.tree.map(lambda v, w, slope: jnp.sum((v - w) * slope), v, w, slope)
+    return jax.tree.reduce(jnp.add, terms, jnp.float32(0))

@@ -1,0 +1,142 @@
+"""FedRecon: personal parameters are rebuilt in every round and never kept (Singhal et al. 2021, Algorithm 1).
+
+    f(g, l; rows) = −1/n Σ log p(y | x, g, l):  g is shared, l the client's, from a start l⁰ that nobody trains
+    client:  its rows in two halves, support S and query Q, drawn anew in each round
+             l_i ← R(S, g): epochs of SGD on f(g, ·; S) from l⁰, g held fixed
+             Δ_i = g − g_i,  g_i ← epochs of SGD on f(·, l_i; Q) from g, l_i held fixed
+    server:  v ← m v + Σ_i |Q_i| Δ_i / Σ_i |Q_i|,   g ← g − η_s v          (uniform=True: the plain mean)
+    adapt:   l ← R(all rows, g), g as it is
+
+So g is trained for what clients will do with it, to fit an l to few rows, and a client that takes part once, or never did, is
+worth as much as any. A client keeps nothing while it trains. With `shared` both halves are all of its rows. The query half is
+the larger one where the rows are odd: a client of one row still trains g, under l⁰.
+
+Reference:
+    Singhal, Sidahmed, Garrett, Wu, Rush, Prakash. Federated reconstruction: partially local federated learning. NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.training import Training, descend, halves, mean_loss, momentum_step, rows
+
+
+class Server(NamedTuple):
+    """g, the start l⁰ as it was drawn, the momentum v, and the number of rounds behind them."""
+
+    shared: Params
+    start: Params
+    momentum: Params
+    round: Int[Array, ""]
+
+
+class Local(NamedTuple):
+    """The client's l after `adapt`; nothing while training."""
+
+    personal: Params | None
+
+
+class Down(NamedTuple):
+    """g, l⁰, and this round's step sizes on each."""
+
+    shared: Params
+    start: Params
+    lr: Float[Array, ""]
+    personal_lr: Float[Array, ""]
+
+
+class Up(NamedTuple):
+    """Δ_i, how many rows are in the query half, and the training loss on them."""
+
+    delta: Mean[Params]
+    weight: Sum[Float[Array, ""]]
+    loss: Mean[Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FedRecon(Algorithm[Server, Local, Down, Up]):
+    """Half of a client's rows rebuild its own layers, the other half trains the shared ones under them.
+
+    >>> from fedbayes.models import Categorical, mlp
+    >>> FedRecon(mlp((64,), Categorical(10))).personal
+    ('head',)
+    """
+
+    model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    personal: tuple[str, ...] = ("head",)
+    """Paths of l, the layers that are the client's own."""
+    shared: bool = False
+    """Whether all of a client's rows are both support and query, instead of half of them each."""
+    reconstruct: Training = Training(epochs=5, batch=50, lr=0.1, momentum=0.9)
+    """R in a client's round."""
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
+    """A client's epochs on g."""
+    server_lr: float = 1.0
+    """η_s, the step size of the server."""
+    server_momentum: float = 0.0
+    """m, the momentum of the server."""
+    tune: Training = Training(epochs=5, batch=50, lr=0.1, momentum=0.9)
+    """R in `adapt`; in the paper it is the same."""
+    uniform: bool = False
+    """Whether every client counts the same, instead of by its query rows."""
+
+    def __post_init__(self) -> None:
+        if not self.server_lr > 0 or not 0 <= self.server_momentum < 1:
+            given = f"server_lr is {self.server_lr} and server_momentum {self.server_momentum}"
+            raise UserError(f"{given}, but the step is above 0 and momentum from 0 to below 1")
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """g and l⁰ at random."""
+        start, shared = trees.split(self.model.init(key), self.personal)
+        return Server(shared, start, trees.zeros(shared), jnp.int32(0))
+
+    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
+        """Nothing."""
+        return Local(None)
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """g, l⁰ and the round's step sizes."""
+        number = server.round + 1
+        return Down(server.shared, server.start, self.train.lr_of(number), self.reconstruct.lr_of(number))
+
+    def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """Rebuild l on the support half, then epochs on g over the query half."""
+        for_halves, for_personal, for_shared = jax.random.split(key, 3)
+        support, query = (data, data) if self.shared else halves(for_halves, data)
+        personal, _ = self._fit(down.start, down.shared, self.reconstruct, down.personal_lr, for_personal, support)
+        shared, loss = self._fit(down.shared, personal, self.train, down.lr, for_shared, query)
+        delta = jax.tree.map(jnp.subtract, down.shared, shared)
+        return Up(delta, jnp.float32(1) if self.uniform else rows(query), loss), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """A step of SGD with momentum against the mean Δ; l⁰ stays."""
+        shared, momentum = momentum_step(server.shared, server.momentum, up.delta, self.server_lr, self.server_momentum)
+        return Server(shared, server.start, momentum, server.round + 1)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Rebuild l on all rows, whatever it was before."""
+        return Local(self._fit(down.start, down.shared, self.tune, self.tune.lr_of(1), key, data)[0])
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """One draw: g under the client's l, or under l⁰ where it has none."""
+        personal = down.start if local.personal is None else local.personal
+        return self.model.apply(trees.merge(personal, down.shared), x)[None]
+
+    def _fit(
+        self, moving: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+    ) -> tuple[Params, Float[Array, ""]]:
+        def f(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            return mean_loss(self.model, trees.merge(moving, fixed), batch)
+
+        return descend(self.model, f, moving, training, lr, key, data)

@@ -1,0 +1,223 @@
+"""FedVI: the exact posterior where it is known, what it may not look at, and its options."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+
+from fedbayes import wire
+from fedbayes.algorithm import Data
+from fedbayes.algorithms.fedvi import FedVI, Local, Posterior
+from fedbayes.data import Clients
+from fedbayes.errors import UserError
+from fedbayes.models import Categorical, Model, Normal, linear, mlp
+from fedbayes.simulator import Simulation
+from fedbayes.stances import assess
+from fedbayes.training import Training
+
+KEY = jax.random.key(0)
+
+
+def slopes(count, n, seed, unseen):
+    """y = β_k v + noise with v = ±1; a row shows v y and v. Σ v y is sufficient for β_k, and no linear map of it predicts y."""
+    random = np.random.default_rng(seed)
+    beta, v = random.normal(size=(count, 1)), random.choice([-1.0, 1.0], size=(count, n))
+    y = beta * v + random.normal(size=(count, n))
+    x = np.stack([v * y, v], axis=-1).reshape(-1, 2)
+    nobody = np.zeros(count * n, bool)
+    return Clients.build(
+        x, y.ravel(), np.repeat(np.arange(count), n), is_test=nobody, unseen=np.arange(count) >= count - unseen
+    )
+
+
+def rows_of(data, client, n):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([client], n))
+
+
+def test_reaches_the_exact_posterior_of_unseen_clients():
+    """With support = query and τ = 1 the loss is the negative ELBO of β_k ~ N(0, 1): its best q is the posterior itself."""
+    n, unseen = 8, 50
+    data = slopes(300, n, 0, unseen)
+    algorithm = FedVI(
+        linear((2,), Normal(1.0)),
+        local=0.5,
+        constructor=(),
+        tau=1.0,
+        sigma0=1.0,
+        mean_scale=1.0,
+        sigma_scale=1.0,
+        bias=False,
+        shared=True,
+        train=Training(batch=n, lr=0.05, decay_at=(0.5, 0.75)),
+        server_lr=1.0,
+    ).planned(600)
+    simulation = Simulation(algorithm, data, seed=1)
+    for _ in range(600):
+        simulation.step()
+    adapt, down = jax.jit(algorithm.adapt), simulation.down()
+    for client in range(300 - unseen, 300):
+        rows = rows_of(data, client, n)
+        q = adapt(KEY, down, Local(None), rows).q
+        precision = 1 + n
+        exact = float(jnp.sum(rows.x[:, 0])) / precision
+        assert abs(float(q.mean[0, 0]) - exact) < 0.1 / precision**0.5
+        assert abs(float(q.sigma[0, 0]) * precision**0.5 - 1) < 0.1
+    assert abs(float(simulation.state.theta.network["head"]["kernel"][0, 0])) < 0.05  # v y says nothing of y by itself
+
+
+@pytest.fixture(scope="module")
+def trained(model, clients):
+    """A few rounds, with a wide constructor output so that β matters."""
+    algorithm = FedVI(model, mean_scale=1.0, train=Training(epochs=2, batch=8, lr=0.1), server_lr=1.0).planned(10)
+    simulation = Simulation(algorithm, clients, seed=3)
+    for _ in range(10):
+        simulation.step()
+    return simulation
+
+
+def test_labels_are_not_looked_at(trained, clients):
+    """Not by value, and not by provenance: the program that adapts does not read y."""
+    algorithm, down = trained.algorithm, trained.down()
+    rows = rows_of(clients, 1, 32)
+    other = rows._replace(y=jnp.flip(rows.y) + 1)
+    adapt, predict = jax.jit(algorithm.adapt), jax.jit(algorithm.predict)
+    one, two = (adapt(KEY, down, Local(None), each) for each in (rows, other))
+    assert_close(one, two, 0)
+    assert_close(predict(KEY, down, one, rows.x), predict(KEY, down, two, rows.x), 0)
+    without = Data(rows.x, jnp.zeros_like(rows.y), rows.mask)
+    assert_close(adapt(KEY, down, Local(None), without), one, 0)
+    assert not wire.adapt_reads_labels(algorithm, rows)
+
+
+def test_the_order_of_the_support_does_not_matter(trained, clients):
+    algorithm, down = trained.algorithm, trained.down()
+    rows = rows_of(clients, 1, int(clients.train_counts[1]))
+    turned = jax.tree.map(lambda leaf: leaf[::-1], rows)
+    adapt = jax.jit(algorithm.adapt)
+    assert_close(adapt(KEY, down, Local(None), rows), adapt(KEY, down, Local(None), turned), 1e-6)
+    half = len(rows.y) // 2
+    order = jnp.concatenate([jnp.arange(half)[::-1], jnp.arange(half, len(rows.y))])
+    loss = jax.jit(algorithm._loss)
+    batch = jax.tree.map(lambda leaf: leaf[order], rows)
+    assert_close(loss(down.theta, KEY, rows), loss(down.theta, KEY, batch), 1e-6)
+
+
+def test_support_and_query_are_halves_of_the_rows_that_exist(trained, clients):
+    """The loss of a padded batch whose query labels change does; of one whose support labels change does not."""
+    algorithm, down, rows = trained.algorithm, trained.down(), rows_of(clients, 1, 32)
+    count = int(rows.mask.sum())
+    loss = jax.jit(algorithm._loss)
+    before = loss(down.theta, KEY, rows)
+    support = rows._replace(y=rows.y.at[: count // 2].set(1 - rows.y[: count // 2]))
+    query = rows._replace(y=rows.y.at[count // 2].set(1 - rows.y[count // 2]))
+    assert_close(loss(down.theta, KEY, support), before, 0)
+    assert abs(float(loss(down.theta, KEY, query) - before)) > 1e-4
+
+
+def test_only_moves_of_theta_leave(trained, clients):
+    """Neither q(β), nor features, nor anything else of the client's own."""
+    leaves = wire.manifest(trained.algorithm, rows_of(clients, 0, 8))
+    up = {leaf.path.split("/")[0] for leaf in leaves if leaf.message == "up"}
+    assert up == {"delta", "weight", "loss"}
+    assert jax.tree.leaves(trained.fresh) == []
+
+
+def test_no_row_means_the_prior(trained, clients):
+    algorithm, down, rows = trained.algorithm, trained.down(), rows_of(clients, 0, 8)
+    q = jax.jit(algorithm.adapt)(KEY, down, Local(None), rows._replace(mask=jnp.zeros(8, bool))).q
+    size = algorithm.sizes
+    prior = algorithm.prior_scale
+    assert_close(q, Posterior(jnp.zeros((size.local, 2)), jnp.full((size.local, 2), prior + 1e-5), jnp.zeros(2)), 1e-6)
+    assert float(algorithm.divergence(q._replace(sigma=q.sigma - 1e-5))) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_divergence_is_numpyros(trained):
+    import numpyro.distributions as dist
+
+    q = Posterior(jnp.array([[0.3, -1.0]]), jnp.array([[0.5, 2.0]]), jnp.zeros(2))
+    exact = sum(
+        dist.kl_divergence(dist.Normal(m, s), dist.Normal(0.0, trained.algorithm.prior_scale))
+        for m, s in zip(q.mean[0], q.sigma[0], strict=True)
+    )
+    assert float(trained.algorithm.divergence(q)) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_a_posterior_over_theta_has_its_divergence_on_the_server(model, clients):
+    """Clients that send nothing leave the server with the gradient of the global term alone: θ goes to t(θ)."""
+    algorithm = FedVI(model, gamma=1.0, sigma_theta=0.5, train=Training(lr=0.1), server_lr=2.0, server_momentum=0.0, D=1)
+    server = jax.jit(algorithm.init_server)(KEY)
+    down = algorithm.broadcast(KEY, server)
+    nothing = jax.tree.map(jnp.zeros_like, server.theta)
+    step = jax.jit(algorithm.server)
+    from fedbayes.algorithms.fedvi import Up
+
+    for _ in range(600):
+        server = step(KEY, server, down, Up(nothing, jnp.float32(1), jnp.float32(0)))
+    for mean in jax.tree.leaves(server.theta.mean):
+        np.testing.assert_allclose(mean, 0.0, atol=1e-3)
+    for rho in jax.tree.leaves(server.theta.rho):
+        np.testing.assert_allclose(jax.nn.softplus(rho), 0.5, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"gamma": 1e-3}, {"shared": True}, {"bias": False}, {"local": 0.5}], ids=str)
+def test_options_learn(options, model, clients):
+    train = Training(epochs=5, batch=16, lr=0.1)
+    algorithm = FedVI(model, train=train, server_lr=1.0, server_momentum=0.5, **options).planned(30, **clients.facts)
+    simulation = Simulation(algorithm, clients, seed=2)
+    for _ in range(30):
+        simulation.step()
+    assert assess(simulation, ("adapted",)).summary()["adapted"]["participating"]["accuracy"]["rows"] > 0.85
+
+
+def test_regression_on_clients_with_their_own_slopes():
+    """y = β_k x + noise where a client's inputs lie around its β_k: FedVI finds a new client's slope from inputs alone."""
+    random = np.random.default_rng(4)
+    count, n = 200, 20
+    beta = random.normal(size=(count, 1))
+    around, v = beta + 0.3 * random.normal(size=(count, n)), random.normal(size=(count, n))
+    y = beta * v + 0.2 * random.normal(size=(count, n))
+    data = Clients.build(
+        np.stack([around, v], -1).reshape(-1, 2),
+        y.ravel(),
+        np.repeat(np.arange(count), n),
+        unseen=np.arange(count) >= 150,
+        seed=1,
+    )
+    algorithm = FedVI(
+        linear((2,), Normal(1.0)),
+        local=0.5,
+        constructor=(16,),
+        tau=1.0,
+        sigma0=1.0,
+        mean_scale=1.0,
+        sigma_scale=1.0,
+        train=Training(batch=20, lr=0.01),
+        server_lr=1.0,
+    ).planned(300)
+    simulation = Simulation(algorithm, data, seed=0)
+    for _ in range(300):
+        simulation.step()
+    figures = {stance: found["unseen"]["rmse"]["rows"] for stance, found in assess(simulation).summary().items()}
+    assert figures["global"] > 0.7  # without its slope a client's y is as wide as β_k
+    assert figures["adapted"] < 0.3
+
+
+def test_refusals(model):
+    plain = Model(lambda key: {"w": jnp.zeros((4, 2))}, lambda params, x: x @ params["w"], Categorical(2))
+    with pytest.raises(UserError, match="does not say what they are; give from_functions features and readout"):
+        FedVI(plain)
+    with pytest.raises(UserError, match="has none at head/kernel"):
+        FedVI(dataclasses.replace(plain, features=lambda params, x: x, readout=lambda params, h: h)).sizes  # noqa: B018
+    with pytest.raises(UserError, match="needs at least a global and a local one"):
+        FedVI(mlp((4,), Categorical(2), hidden=(1,))).sizes  # noqa: B018
+    for options, message in (
+        ({"local": 1.5}, "local is 1.5, but it is a share"),
+        ({"tau": -1.0}, "tau is -1.0, but it weighs a divergence"),
+        ({"draws": 0}, "draws is 0, but it must be above 0"),
+        ({"sigma0": 0.0}, "sigma0 is 0.0, but a standard deviation"),
+    ):
+        with pytest.raises(UserError, match=message):
+            FedVI(model, **options)
