@@ -22,11 +22,12 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import spread
 from fedhb_mnist import clients, network
 
 import fedbayes as fb
@@ -92,13 +93,7 @@ LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA"
 
 
 def figures(evaluation: Any, stance: str) -> dict[str, float]:
-    found = evaluation.summary()[stance]["participating"]
-    return {
-        "accuracy": 100 * found["accuracy"]["clients"],
-        "ece": 100 * found["ece"]["rows"],
-        "log_score": found["log_score"]["rows"],
-        "worst_tenth": 100 * found["accuracy"]["worst_tenth"],
-    }
+    return common.figures(evaluation.summary()[stance]["participating"])
 
 
 def run(label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path) -> dict[str, Any]:
@@ -121,13 +116,6 @@ def run(label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path
         found[f"{lr:g}"] = figures(fb.assess(fit.simulation, ("adapted",)), "adapted")
     write(done, json.dumps(found, indent=2).encode())
     return found
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    if not values:
-        return "—"
-    text = f"{statistics.mean(values):.{digits}f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
 
 def tables(out: Path) -> str:
@@ -243,13 +231,6 @@ def cost(rounds: int = 30) -> str:
     return "\n".join(lines)
 
 
-def put(section: str, text: str) -> None:
-    """Replace a section of the page, between its marks."""
-    page = PAGE.read_text()
-    start, end = page.index(f"<!-- {section} -->"), page.index(f"<!-- end {section} -->")
-    write(PAGE, f"{page[:start]}<!-- {section} -->\n{text}\n{page[end:]}".encode())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(METHODS), help="methods, by name, with commas")
@@ -262,10 +243,10 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     options = parser.parse_args()
     if options.scales:
-        put("scales", scales(options.out))
+        common.put(PAGE, "scales", scales(options.out))
         return 0
     if options.cost:
-        put("cost", cost())
+        common.put(PAGE, "cost", cost())
         return 0
     for seed in options.seeds if not options.table else []:
         for data in options.data:
@@ -275,19 +256,9 @@ def main() -> int:
                     found = run(name, algorithm, data, epochs, seed, options.out)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
-    put("tables", tables(options.out))
+    common.put(PAGE, "tables", tables(options.out))
     return 0
 
 
-def command(run: Callable[[], int]) -> None:
-    try:
-        raise SystemExit(run())
-    except fb.UserError as problem:
-        raise SystemExit(f"error: {problem}") from None
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
 if __name__ == "__main__":
-    command(main)
+    common.command(main)

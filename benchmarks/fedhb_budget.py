@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import common
 import fedhb
 from fedhb_mnist import clients, network
 
@@ -103,7 +104,7 @@ def table(out: Path) -> str:
         }
         for stance, kind in (("global", "global"), ("adapted", "personalised")):
             for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
-                cells = [fedhb.spread([one[stance][figure] for one in found], digits) for found in runs.values()]
+                cells = [common.spread([one[stance][figure] for one in found], digits) for found in runs.values()]
                 lines.append(f"| {title}, {kind} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
         chosen = [f"{found[0]['train']:.2g}, {found[0]['tune']:g}" if found else "—" for found in runs.values()]
         lines.append(f"| {title} | chosen factors | " + " | ".join(chosen) + " |")
@@ -130,9 +131,9 @@ def main() -> int:
                         file=sys.stderr,
                         flush=True,
                     )
-    fedhb.put("budget", table(options.out))
+    common.put(fedhb.PAGE, "budget", table(options.out))
     return 0
 
 
 if __name__ == "__main__":
-    fedhb.command(main)
+    common.command(main)

@@ -2,7 +2,7 @@
 
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py                     small: fits a laptop; seeds 0, 1, 2
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py benchmarks/fedhb_cifar100.toml            the paper's size: needs a GPU
-    FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py --only niw,fedavg --seeds 0
+    FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py --only fedhb-niw,fedavg --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py --table             only write what there is into docs/results/fedhb.md
 
 Ten of nineteen corruptions train, a group of clients each; the clients of the other nine are new and adapt to their own rows.
@@ -21,14 +21,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import common
 import fedhb
 
 import fedbayes as fb
-from fedbayes.models import Categorical, Model, cnn, mobilenet
 from fedbayes.runs import write
 
 CONFIG = Path(__file__).with_suffix(".toml")
-LABELS = {"niw": "NIW", "mixture": "Mixture", "fedbabu": "FedBABU", "fedavg": "FedAvg", "fedprox": "FedProx"}
+LABELS = {"fedhb-niw": "NIW", "fedhb-mixture": "Mixture", "fedbabu": "FedBABU", "fedavg": "FedAvg", "fedprox": "FedProx"}
 
 
 @functools.cache
@@ -54,39 +54,15 @@ def plain(config: dict[str, Any], seed: int, out: Path) -> fb.data.Clients:
     return fb.data.load("cifar100", partition=config["data"]["partition"], clients=config["data"]["clients"], seed=seed)
 
 
-def network(config: dict[str, Any], data: fb.data.Clients) -> Model:
-    of = config["network"]
-    known = {"shape": data.shape, "likelihood": Categorical(100), "shift": data.shift, "scale": data.scale}
-    if of["kind"] == "mobilenet":
-        return mobilenet(**known, width=of["width"])
-    return cnn(**known, channels=tuple(of["channels"]), hidden=tuple(of["hidden"]))
-
-
-def method(name: str, config: dict[str, Any], model: Model) -> Any:
-    of = {**config["methods"].get(name, {})}
-    train = fb.Training(**config["train"], decay_at=(0.5, 0.75), momentum=0.9)
-    tune = fb.Training(**config["tune"], momentum=0.9)
-    kinds = {
-        "niw": fb.FedHBNIW,
-        "mixture": fb.FedHBMixture,
-        "fedbabu": fb.FedBABU,
-        "fedavg": fb.FedAvg,
-        "fedprox": fb.FedProx,
-    }
-    if "head" in of:
-        of["head"] = tuple(of["head"])
-    return kinds[name](model, train=train, tune=tune, **of)
-
-
 def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, Any]:
     done = out / f"{name}-{seed}" / "figures.json"
     if done.exists():
         return json.loads(done.read_text())
     began = time.perf_counter()
     data = (corrupted if "severity" in config["data"] else plain)(config, seed, out)
-    algorithm = method(name, config, network(config, data))
+    options = {"train": config["train"], "tune": config["tune"], **config["methods"].get(name, {})}
     fit = fb.simulate(
-        algorithm,
+        common.algorithm(name, options, common.network(config["network"], data)),
         data,
         config["rounds"],
         cohort=config["cohort"],
@@ -98,11 +74,7 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
     found: dict[str, Any] = {"seconds": time.perf_counter() - began}
     for stance, groups in fit.evaluation.summary().items():
         for group, figures in groups.items():
-            found[f"{stance}, {group}"] = {
-                "accuracy": 100 * figures["accuracy"]["clients"],
-                "ece": 100 * figures["ece"]["rows"],
-                "log_score": figures["log_score"]["rows"],
-            }
+            found[f"{stance}, {group}"] = common.figures(figures)
     write(done, json.dumps(found, indent=2).encode())
     return found
 
@@ -113,7 +85,7 @@ def table(names: list[str], out: Path) -> str:
     lines = ["| | | " + " | ".join(LABELS[name] for name in runs) + " |", "|---" * (len(runs) + 2) + "|"]
     for rows in next(iter(runs.values()))[0] if runs else []:
         for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)) if rows != "seconds" else ():
-            cells = [fedhb.spread([one[rows][figure] for one in found], digits) for found in runs.values()]
+            cells = [common.spread([one[rows][figure] for one in found], digits) for found in runs.values()]
             lines.append(f"| {rows} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -133,9 +105,9 @@ def main() -> int:
             found = run(name, config, seed, out)
             accuracies = ", ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
             print(f"{name} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
-    fedhb.put(options.config.stem, table(names, out))
+    common.put(fedhb.PAGE, options.config.stem, table(names, out))
     return 0
 
 
 if __name__ == "__main__":
-    fedhb.command(main)
+    common.command(main)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import __version__, keys, wire
+from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
@@ -65,16 +66,69 @@ class Fit:
             count = int(simulation.data.train_counts[place])
             rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.data.train([place], max(1, count)))
             local = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
-        x = np.asarray(x)
-        if x.shape[1:] != simulation.data.shape or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
-            shape = simulation.data.shape
-            raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
-        draw = keys.fold(key, np.uint32(keys.PREDICT))
-        return simulation.algorithm.predict(draw, simulation.down(), local, jnp.asarray(x))
+        return Personal(self, local, key).draws(x)
 
     def predict(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "n c"]:
         """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
         return predictive(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
+
+    def adapt(self, x: Any, y: Any = None) -> Personal:
+        """A personal model for somebody's rows, who need not be among the clients.
+
+        Labels may be missing where the method does not look at them, as FedVI.
+
+        >>> import fedbayes as fb
+        >>> clients = fb.data.load("digits", hold_out=4)
+        >>> fit = fb.simulate(fb.FedVI(fb.network("mlp", clients)), clients, rounds=1, cohort=5)
+        >>> x, _ = clients.rows("3")
+        >>> fit.adapt(x).predict(x[:2]).shape
+        (2, 10)
+        """
+        simulation = self.simulation
+        x = checked_rows(x, simulation.data.shape)
+        if y is None and wire.adapt_reads_labels(simulation.algorithm, simulation.data):
+            raise UserError(
+                f"{self.result['algorithm']} adapts to rows with labels, but there are none; give y, or train a method that "
+                "needs none, such as fedvi"
+            )
+        labels = np.zeros(len(x), simulation.data.y.dtype) if y is None else np.asarray(y)
+        classes = simulation.data.classes
+        if labels.shape != (len(x),) or (classes is not None and not np.isin(labels, np.arange(len(classes))).all()):
+            kind = "a number" if classes is None else f"a label from 0 to {len(classes) - 1}"
+            raise UserError(f"y has shape {labels.shape}; expected {kind} for each of the {len(x)} rows of x")
+        key = keys.fold(keys.of_round(simulation.seed, simulation.round), np.uint32(len(simulation.data)))
+        rows = Data(jnp.asarray(x), jnp.asarray(labels.astype(simulation.data.y.dtype)), jnp.ones(len(x), bool))
+        local = jax.tree.map(jnp.asarray, simulation.fresh)
+        adapted = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
+        return Personal(self, adapted, key)
+
+
+@dataclasses.dataclass
+class Personal:
+    """What a fit says for one client."""
+
+    fit: Fit
+    local: Any
+    """What the client keeps, in the algorithm's own form."""
+    key: PRNGKeyArray
+
+    def draws(self, x: Any) -> Float[Array, "s n k"]:
+        """Posterior draws of the likelihood's parameters for rows `x`."""
+        simulation = self.fit.simulation
+        x = jnp.asarray(checked_rows(x, simulation.data.shape))
+        return simulation.algorithm.predict(keys.fold(self.key, np.uint32(keys.PREDICT)), simulation.down(), self.local, x)
+
+    def predict(self, x: Any) -> Float[Array, "n c"]:
+        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
+        return predictive(likelihood_of(self.fit.simulation.algorithm), self.draws(x))
+
+
+def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of features, refused where they are not finite numbers in rows of this shape."""
+    x = np.asarray(x)
+    if x.shape[1:] != shape or not len(x) or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+        raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
+    return x
 
 
 def table(evaluation: Evaluation) -> str:

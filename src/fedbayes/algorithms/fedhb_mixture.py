@@ -94,7 +94,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
     start: Literal["centre", "best"] = "centre"
-    """Where a client starts: at the mean of the prototypes, or at the one that fits its rows best."""
+    """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
     noise: float = 0.001
     """Prototypes start alike but for noise of this deviation."""
     shrink: bool = True
@@ -193,7 +193,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Equation 84; the head's weights have the prior N(head, σ² I)."""
+        """Equation 84, from the best prototype; the head's weights have the prior N(head, σ² I)."""
         weight = 1 / jnp.maximum(rows(data), 1)
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
@@ -202,7 +202,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
             apart = squared_distances(body, down.r) + trees.squared_distance(head, down.head)
             return mean_loss(self.model, m, batch) - weight * jax.nn.logsumexp(-apart / (2 * self.sigma2))
 
-        start = self._start(down, data)
+        start = self._best(down, data)  # a mean of prototypes that lie apart is no good network
         whole = trees.merge(start, down.head)
         return Local(descend(self.model, F, whole, self.tune, self.tune.lr_of(1), key, data)[0])
 
@@ -234,6 +234,10 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     def _start(self, down: Down, data: Data) -> Params:
         if self.start == "centre":
             return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
+        return self._best(down, data)
+
+    def _best(self, down: Down, data: Data) -> Params:
+        """The prototype that fits the client's rows best."""
         losses = jax.lax.map(lambda r: mean_loss(self.model, trees.merge(r, down.head), data), down.r)
         return jax.tree.map(lambda leaf: leaf[jnp.argmin(losses)], down.r)
 

@@ -1,0 +1,76 @@
+"""What the scripts that make tables share: algorithms from TOML tables, cells with their spread, pages with marked sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fedbayes as fb
+from fedbayes.algorithms import find
+from fedbayes.models import Model, cnn, mlp, mobilenet
+from fedbayes.models.likelihoods import Categorical
+from fedbayes.runs import write
+
+
+def command(run: Callable[[], int]) -> None:
+    """Run a script; errors that a user can mend in one sentence, and Ctrl-C without a traceback."""
+    try:
+        raise SystemExit(run())
+    except fb.UserError as problem:
+        raise SystemExit(f"error: {problem}") from None
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Mean ± standard deviation over seeds; a single seed has none."""
+    if not values:
+        return "—"
+    text = f"{statistics.mean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+
+
+def put(page: Path, section: str, text: str) -> None:
+    """Replace a section of a page, between its marks."""
+    whole = page.read_text()
+    start, end = whole.index(f"<!-- {section} -->"), whole.index(f"<!-- end {section} -->")
+    write(page, f"{whole[:start]}<!-- {section} -->\n{text}\n{whole[end:]}".encode())
+
+
+def network(of: dict[str, Any], data: fb.data.Clients) -> Model:
+    """The network of a table [network]: its kind and options."""
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in of.items() if name != "kind"}
+    known = {"shift": data.shift, "scale": data.scale, **options}
+    return {"cnn": cnn, "mlp": mlp, "mobilenet": mobilenet}[of["kind"]](
+        data.shape, Categorical(len(data.classes or ())), **known
+    )
+
+
+def algorithm(name: str, options: dict[str, Any], model: Model) -> Any:
+    """A registered algorithm, its fields from a table; fields that are a `Training` are tables too."""
+    kind = find(name)
+    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for field, value in options.items():
+        if isinstance(usual.get(field), fb.Training):
+            value = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+            values[field] = dataclasses.replace(usual[field], **value)
+        else:
+            values[field] = tuple(value) if isinstance(value, list) else value
+    return kind(model, **values)
+
+
+def figures(found: dict[str, Any]) -> dict[str, float]:
+    """The figures of one stance and group that tables show: percent, over clients and over rows."""
+    return {
+        "accuracy": 100 * found["accuracy"]["clients"],
+        "accuracy_rows": 100 * found["accuracy"]["rows"],
+        "ece": 100 * found["ece"]["rows"],
+        "log_score": found["log_score"]["rows"],
+        "worst_tenth": 100 * found["accuracy"]["worst_tenth"],
+    }
