@@ -21,6 +21,15 @@ GOLDEN = Path(__file__).parent / "golden"
 
 # One worker for all tests of an algorithm: they share its compiled programs.
 each_algorithm = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TABLE])
+OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedhb-mixture", "fedvi")
+"""Which kind of program a cohort becomes is the simulator's doing: for it a few algorithms of each kind are enough each time."""
+some_often = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in OFTEN else [pytest.mark.slow])])
+        for name in TABLE
+    ],
+)
 ROUNDS = 30
 """Of the run that schedules are planned for: one number, as each is another program."""
 
@@ -81,7 +90,7 @@ def test_bytes_of_a_round_hold_no_local_state_and_no_row(name, model, clients):
             assert secret.tobytes() not in sent
 
 
-@each_algorithm
+@some_often
 def test_vmap_and_loop_agree(name, model, clients):
     algorithm = TABLE[name](model)
     mapped, looped = (simulated(algorithm, clients, clients=mode) for mode in ("vmap", "loop"))
@@ -90,7 +99,7 @@ def test_vmap_and_loop_agree(name, model, clients):
     assert_close(mapped.local.get(ids), looped.local.get(ids), 1e-5)
 
 
-@each_algorithm
+@some_often
 def test_groups_of_any_width_agree(name, model, clients):
     algorithm = TABLE[name](model)
     assert_close(simulated(algorithm, clients).state, simulated(algorithm, clients, width=1).state, 1e-5)
@@ -117,7 +126,7 @@ def test_what_lies_in_the_padding_does_not_matter(name, model, clients):
     assert_close(client(*arguments, data), client(*arguments, junk), 0)
 
 
-@each_algorithm
+@some_often
 def test_same_seed_same_bits_other_seed_other_bits(name, model, clients):
     algorithm = TABLE[name](model)
     one, again = (simulated(algorithm, clients) for _ in range(2))
@@ -156,7 +165,7 @@ def test_unseen_clients_keep_nothing_from_training(name, model, clients):
     assert not simulation.local.trained()[clients.unseen].any()
 
 
-@each_algorithm
+@some_often
 def test_one_trace_for_each_bucket(name, model, clients, monkeypatch):
     """A second simulation with another seed, and later rounds, trace nothing new."""
     monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
