@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # One worker for all tests of an algorithm: they share its compiled programs.
 each_algorithm = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TABLE])
 OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedhb-mixture", "fedvi")
-"""Which kind of program a cohort becomes is the simulator's doing: for it a few algorithms of each kind are enough each time."""
+"""What a cohort becomes is the simulator's doing: for that, some algorithms of each kind are enough each time."""
 some_often = pytest.mark.parametrize(
     "name",
     [

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedbayes import data
 from fedbayes.data import NAMES, Clients, label_counts, load
 from fedbayes.errors import UserError
 
@@ -491,3 +492,56 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(names["again"]) == "Clients(data: 30 clients, 600 rows of (5,), 3 classes)"
     for name in NAMES:
         assert name == "synthetic" or f"`{name}`" in page
+
+
+# Corruptions
+
+
+def corrupted(**options):
+    images = np.repeat(np.arange(40, dtype=np.uint8), 32 * 32 * 3).reshape(40, 32, 32, 3)  # a pixel says which image it is
+    return data.corrupted(
+        images, np.arange(40) % 4, each=2, partition="iid", corrupt=lambda image, severity, kind: image, **options
+    )
+
+
+def test_corrupted_clients_hold_every_image_once_for_each_kind() -> None:
+    clients = corrupted(train=["fog", "snow"])
+    assert {str(name).rsplit("-", 1)[0] for name in clients.names[~clients.unseen]} == {"fog", "snow"}
+    for kind in ("fog", "jpeg_compression"):
+        images = np.concatenate(
+            [clients.rows(f"{kind}-{i}", part)[0][:, 0, 0, 0] for i in (0, 1) for part in ("train", "test")]
+        )
+        assert sorted(images) == list(range(40))
+
+
+def test_no_test_image_was_trained_on_under_another_corruption() -> None:
+    for same, expected in ((True, True), (False, False)):
+        clients = corrupted(same_test=same)
+        pixels = [
+            {int(pixel) for name in clients.names for pixel in clients.rows(name, part)[0][:, 0, 0, 0]}
+            for part in ("train", "test")
+        ]
+        assert (not pixels[0] & pixels[1]) == expected
+
+
+def test_corruptions_leave_the_global_stream_alone() -> None:
+    np.random.seed(3)
+    before = np.random.random()
+    np.random.seed(3)
+    corrupted()
+    assert np.random.random() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": 20}, "train is 20, but there are 19 kinds of corruption"),
+        ({"train": ["rain"]}, "there is no corruption 'rain'"),
+        ({"severity": 9}, "severity is 9, but it is a whole number from 1 to 5"),
+    ],
+)
+def test_bad_corruptions(options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        corrupted(**options)
+    with pytest.raises(UserError, match="at least 32 pixels a side"):
+        data.corrupted(np.zeros((4, 8, 8, 3), np.uint8), np.arange(4))

@@ -32,6 +32,7 @@ def corrupted(
     partition: str = "shards:100",
     severity: int = 5,
     test: float = 0.1,
+    same_test: bool = True,
     classes: Sequence[str] | None = None,
     seed: int = 0,
     corrupt: Callable[[np.ndarray, int, str], np.ndarray] | None = None,
@@ -48,6 +49,8 @@ def corrupted(
         partition: How a group's images are divided among its clients.
         severity: From 1 to 5. The levels of the package are made for images of 224 pixels; on one of 32 they weigh more.
         test: Share of a group's images that is for testing.
+        same_test: Whether these are the same images in every group. FedHB draws them anew in each, so that most test images
+            of a new kind of corruption were trained on under another one, and remembering them counts as knowing.
         classes: Names of the labels.
         seed: Of everything random: the kinds, the splits and the noise.
         corrupt: `corrupt(image, severity, kind)`; by default the package's.
@@ -70,12 +73,13 @@ def corrupted(
     seen = _kinds(train, random, name)
     corrupt, divide = corrupt or _package(), parse(partition)
     rows: dict[str, list[np.ndarray]] = {"x": [], "y": [], "client": [], "is_test": []}
+    tested = random.permutation(len(y)) < round(test * len(y))
     state = np.random.get_state()  # the package draws from NumPy's global stream, which is somebody else's
     try:
         for kind in KINDS:
             number = int(random.integers(2**31))
             np.random.seed(number)
-            is_test = np.random.default_rng(number).permutation(len(y)) < round(test * len(y))
+            is_test = tested if same_test else np.random.default_rng(number).permutation(len(y)) < round(test * len(y))
             place = assign(divide, y, is_test, each, number, None)
             rows["x"].append(np.stack([np.asarray(corrupt(image, severity, kind), np.uint8) for image in x]))
             rows["y"].append(y)
