@@ -76,7 +76,7 @@ def unlabelled(data: str) -> fb.Unlabelled:
 
 
 METHODS = {
-    "niw": lambda model, tau, data: fb.FedHBNIW(model, head_scale=3.0, train=training(tau)),
+    "niw": lambda model, tau, data: fb.FedHBNIW(model, head_scale=3.0, sigma0=0.3, train=training(tau)),
     "mixture": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, train=training(tau)),
     "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
     "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),

@@ -221,7 +221,7 @@ def test_the_negative_bound_does_not_rise_on_a_fixed_cohort(kind, equal):
     algorithm = (
         FedHBNIW(model, head=(), p=1.0, sigma0=0.3, elbo=True, train=train)
         if kind == "niw"
-        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=0.1, elbo=True, train=train, start="best")
+        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=1.0, elbo=True, train=train, start="best")
     )
     simulation = Simulation(algorithm.planned(12, **equal.facts), equal)
     bounds = [simulation.step().metrics["bound"] for _ in range(12)]
@@ -262,7 +262,7 @@ def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own()
     data = data.hold_out(10, seed=1)
     model = mlp((4,), Categorical(2), hidden=(16,))
     algorithm = FedHBMixture(
-        model, head=(), K=2, noise=0.1, start="best", train=Training(epochs=5, batch=20, lr=0.1, momentum=0.9)
+        model, head=(), K=2, noise=1.0, start="best", train=Training(epochs=5, batch=20, lr=0.1, momentum=0.9)
     )
     simulation = simulated(algorithm, data, 25, cohort=10)
     down, found = simulation.down(), []

@@ -21,6 +21,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -95,8 +96,8 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """The head at its start is multiplied by this."""
     start: Literal["centre", "best"] = "centre"
     """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
-    noise: float = 0.001
-    """Prototypes start alike but for noise of this deviation."""
+    noise: float = 0.1
+    """Prototypes start alike but for noise of this length, in units of σ; however many weights there are."""
     shrink: bool = True
     """Whether prototypes have the prior N(0, I), which draws them to 0; else a flat one."""
     patience: int = 10
@@ -133,7 +134,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         head, body = trees.split(self.model.init(key), self.head)
         head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
         r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
-        r = _noisy(for_noise, r, self.noise if self.K > 1 else 0.0)
+        r = self._noisy(for_noise, r) if self.K > 1 else r
         gate_head, beta = self._init_gate(for_gate)
         return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), self._no_bound(), jnp.int32(0))
 
@@ -187,7 +188,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         idle = jnp.where(rare, server.idle + 1, 0)
         most = jnp.argmax(count)
         again = (idle >= self.patience) & (jnp.arange(self.K) != most)
-        beside = _noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r), self.noise)
+        beside = self._noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r))
         r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
         bound = None if up.objective is None else -(self._clients() * up.objective + self._kl(server))
         return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
@@ -222,6 +223,11 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     def gate_shares(self, down: Down, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
         """g(x; β)."""
         return jax.nn.softmax(self._gate().apply(trees.merge(down.beta, down.gate_head), x), axis=1)
+
+    def _noisy(self, key: PRNGKeyArray, r: Params) -> Params:
+        d = sum(leaf[0].size for leaf in jax.tree.leaves(r))
+        scale = self.noise * math.sqrt(self.sigma2 / d)
+        return jax.tree.map(lambda leaf, noise: leaf + scale * noise, r, trees.normal_like(key, r))
 
     def _no_bound(self) -> Float[Array, ""] | None:
         return jnp.float32(0) if self.elbo else None
@@ -278,10 +284,6 @@ def squared_distances(m: Params, r: Params) -> Float[Array, " K"]:
     # One by one: a CPU sums to K numbers at once many times slower than K times to one.
     K = jax.tree.leaves(r)[0].shape[0]
     return jnp.stack([trees.squared_distance(m, jax.tree.map(lambda leaf, j=j: leaf[j], r)) for j in range(K)])
-
-
-def _noisy(key: PRNGKeyArray, tree: Params, scale: float) -> Params:
-    return jax.tree.map(lambda leaf, noise: leaf + scale * noise, tree, trees.normal_like(key, tree))
 
 
 def _is_none(leaf: Any) -> bool:
