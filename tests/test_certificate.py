@@ -1,5 +1,6 @@
 """Certificates: the inverse of kl, what is refused, and that the bound holds as often as it says."""
 
+import dataclasses
 import math
 
 import jax
@@ -83,6 +84,58 @@ def test_bounds_hold_on_new_clients_and_say_something():
     assert np.median(bounds - true) < 0.2  # it is not only true
 
 
+def test_a_posterior_that_chases_labels_needs_the_divergence():
+    """Labels at random, so that the true risk is ½, and q around the best fit: without KL the bound breaks, with it not."""
+    random = np.random.default_rng(0)
+    n, d, scale, trials = 60, 40, 0.1, 100
+    broken = {"with": 0, "without": 0}
+    for _ in range(trials):
+        x, y = random.normal(size=(n, d)), random.choice([-1.0, 1.0], size=n)
+        mean = 2 * np.linalg.lstsq(x, y, rcond=None)[0]
+        draws = mean + scale * random.normal(size=(50, n, d))  # one β for each row
+        errors = float(np.mean(np.sign(np.einsum("mnd,nd->mn", draws, x)) != y))
+        divergence = 0.5 * float(d * (scale**2 - 1 - 2 * math.log(scale)) + mean @ mean)
+        broken["with"] += certificate.bound(errors, divergence, n, 50, 0.05) < 0.5
+        broken["without"] += certificate.bound(errors, 0.0, n, 50, 0.05) < 0.5
+    assert broken["with"] <= 0.05 * trials
+    assert broken["without"] > 0.9 * trials
+
+
+def test_the_constant_of_the_bound():
+    """Maurer's Σ_k C(n, k) (k/n)^k (1 − k/n)^(n − k) ≤ 2 √n, for every n that is checked."""
+    for n in range(1, 200):
+        k = np.arange(n + 1)
+        logs = scipy.stats.binom.logpmf(k, n, k / n)
+        assert np.exp(logs).sum() <= 2 * math.sqrt(n)
+
+
+def test_the_estimate_of_the_risk_is_bounded_as_often_as_it_says():
+    """One draw for each of 40 rows with chances of their own: their mean is above its bound in at most δ' = 5 % of cases."""
+    random = np.random.default_rng(1)
+    chance = random.uniform(0, 0.4, 40)
+    shares = (random.random((4000, 40)) < chance).mean(axis=1)
+    bounds = np.array([certificate.kl_inverse(float(share), math.log(1 / 0.05) / 40) for share in shares])
+    assert 0.0 < (bounds < chance.mean()).mean() <= 0.05
+
+
+def test_draws_in_closed_form_are_those_of_the_network(small):
+    """A draw of β for each row, as numbers for its outputs, errs as often as networks with a draw of β do."""
+    algorithm, down, data = small.algorithm, small.down(), small.data
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([29], 20))
+    errors, _, _ = certificate._risks(algorithm, 4000, jax.random.key(0), down, rows)
+    many = dataclasses.replace(algorithm, draws=4000)
+    local = many.adapt(jax.random.key(0), down, None, rows)
+    assert float(errors) == pytest.approx(float(error(many, jax.random.key(1), down, local, rows)), abs=0.02)
+
+
+def test_a_readout_that_is_not_linear_is_refused(small):
+    model = small.algorithm.model
+    bent = dataclasses.replace(model, readout=lambda params, h: jnp.tanh(model.readout(params, h)))
+    simulation = Simulation(dataclasses.replace(small.algorithm, model=bent), small.data, seed=0)
+    with pytest.raises(UserError, match="linear in the last layer"):
+        certificate.certify(simulation, "29")
+
+
 def rows_of(x, y):
     from fedbayes.algorithm import Data
 
@@ -103,7 +156,7 @@ def test_a_certificate_reads_in_one_line(small):
     found = certificate.certify(small, "29")
     assert found.rows == 20
     assert found.gibbs <= found.bound <= 1
-    assert str(found).startswith(f"29: error ≤ {found.bound:.3f}")
+    assert str(found).startswith(f"29: error of one draw ≤ {found.bound:.3f}")
     more = certificate.certify(small, "29", delta=0.5)
     assert more.bound < found.bound
 

@@ -10,7 +10,8 @@ R(q) is the chance that a network with one draw β ~ q errs on a row to come (th
 and kl(a ‖ b) the divergence of two coins; the bound is its inverse. R̂(q) is itself estimated, by m draws of β, one for each
 row anew; its own upper bound, kl⁻¹(share, log(1/δ')/m n), takes a hundredth of δ.
 
-It says nothing of clients whose rows trained θ, and nothing of rows that come from somewhere else.
+It says nothing of clients whose rows, or near copies of them, trained θ or chose a setting, and nothing of rows that come from
+somewhere else.
 
 References:
     Seeger. PAC-Bayesian generalisation error bounds for Gaussian process classification. JMLR 2002. — Maurer. A note on the
@@ -56,11 +57,17 @@ class Certificate(NamedTuple):
     """Share of errors on the same rows of the prediction that averages draws, which is the one to use; it has no bound here."""
 
     def __str__(self) -> str:
-        vacuous = " (says nothing)" if self.bound >= 1 else ""
+        vacuous = " (says nothing)" if self.says_nothing else ""
         return (
-            f"{self.client}: error ≤ {self.bound:.3f}{vacuous} with probability {1 - self.delta:g}, from {self.rows} rows with "
-            f"{self.gibbs:.3f} errors and KL {self.divergence:.2f}; averaged prediction {self.averaged:.3f}"
+            f"{self.client}: error of one draw ≤ {self.bound:.3f}{vacuous} with probability {1 - self.delta:g}, "
+            f"from {self.rows} rows with {self.gibbs:.3f} errors and KL {self.divergence:.2f}; "
+            f"averaged prediction {self.averaged:.3f} (no bound)"
         )
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether the bound is 1, to three digits."""
+        return self.bound >= 0.9995
 
 
 def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: int = 200) -> Certificate:
@@ -94,6 +101,10 @@ def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: 
         )
     if not 0 < delta < 1 or draws < 1:
         raise UserError(f"delta is {delta} and draws {draws}, but delta is a probability and there is at least one draw")
+    if not _is_linear(algorithm, simulation.down()):
+        raise UserError(
+            f"a certificate draws outputs that are linear in the last layer, but those of {algorithm.model} are not"
+        )
     count = int(data.train_counts[place])
     if count == 0:
         raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
@@ -130,6 +141,19 @@ def _kl(a: float, b: float) -> float:
         return 0.0 if a == 0 else (math.inf if b == 0 else a * math.log(a / b))
 
     return term(a, b) + term(1 - a, 1 - b)
+
+
+def _is_linear(algorithm: FedVI, down: Any) -> bool:
+    """Whether the network's outputs are W h + b; a readout of the user's own may be anything."""
+    assert algorithm.model.readout is not None
+    size, key = algorithm.sizes, jax.random.key(0)
+    h = jax.random.normal(key, (3, size.shared + size.local))
+    beta = jax.random.normal(jax.random.fold_in(key, 1), (size.local, size.outputs))
+    without, whole = (
+        algorithm.model.readout(algorithm.with_head(down.theta, one, jnp.zeros(size.outputs)), h)
+        for one in (jnp.zeros_like(beta), beta)
+    )
+    return bool(jnp.allclose(whole, without + h[:, size.shared :] @ beta, rtol=1e-3, atol=1e-3))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

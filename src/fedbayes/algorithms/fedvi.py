@@ -13,10 +13,11 @@ Each minibatch B is split into support and query, its first and second half; wit
 nothing. Without `adapt` a client has β = 0: the global classifier alone.
 
 With γ > 0 the shared parameters have a posterior too, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the
-gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I)) that (8) has; the paper leaves this for later.
+gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I)) that (8) has, once for each step; the paper leaves this for later.
 
 The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place, and its features are numbered once from each
-end; here footnote 6 holds. c_μ and c_σ are 1/10 and 1/100, which has q near r at the start.
+end; here footnote 6 holds. |B| is the number of rows that a minibatch has, also where that is below the paper's 256. c_μ and
+c_σ are 1/10 and 1/100, which has each coordinate of q near r at the start.
 
 Reference:
     Vedadi, Dillon, Mansfield, Singhal, Afkanpour, Morningstar. Federated variational inference: towards improved
@@ -87,11 +88,12 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """How far θ moved, θ − θ_k, how many rows the client has, and its training loss."""
+    """How far θ moved, θ − θ_k, how many rows the client has, its training loss, and with γ > 0 how many steps it took."""
 
     delta: Mean[Theta | MeanField]
     weight: Sum[Float[Array, ""]]
     loss: Mean[Float[Array, ""]]
+    steps: Mean[Float[Array, ""] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +106,9 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
     """
 
     model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    """The network and its likelihood; on the command line linear (features are columns), mlp, mlp:256,128, cnn or mobilenet."""
     local: float = 0.2
-    """Share of the embedding's features that are local."""
+    """Share of the embedding's features, the last of them, that are local."""
     constructor: tuple[int, ...] = (256, 256)
     """Hidden layers of the posterior constructor."""
     tau: float = 1e-3
@@ -132,7 +134,7 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
     train: Training = Training(epochs=1, batch=256, lr=0.02)
     """A client's round."""
     server_lr: float = 3.0
-    """Step size of the server."""
+    """Step size of the server; 3 is for rounds of one step, with several about 1 is enough."""
     server_momentum: float = 0.9
     """Momentum of the server."""
     D: int | None = None
@@ -154,6 +156,8 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
                 raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
         if self.sigma0 is not None and not self.sigma0 > 0:
             raise UserError(f"sigma0 is {self.sigma0}, but a standard deviation is above 0")
+        if self.gamma > 0 and (self.train.optimiser != "sgd" or self.train.momentum):
+            raise UserError("with gamma > 0 the server adds what each plain step of a client lacks; train with sgd, momentum 0")
 
     @property
     def sizes(self) -> Sizes:
@@ -188,14 +192,17 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local steps on (24)."""
         theta, loss = descend(self.model, self._loss, down.theta, self.train, down.lr, key, data)
-        return Up(jax.tree.map(jnp.subtract, down.theta, theta), rows(data), loss), local
+        count = rows(data)
+        steps = self.train.epochs * jnp.ceil(count / self.train.batch) if self.gamma > 0 else None
+        return Up(jax.tree.map(jnp.subtract, down.theta, theta), count, loss, steps), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """A step of SGD with momentum, with γ > 0 on the global term of (8) too."""
         delta = up.delta
-        if isinstance(server.theta, MeanField):
-            slope = jax.grad(self._global_term)(server.theta)
-            delta = jax.tree.map(lambda delta, slope: delta + down.lr * slope, delta, slope)
+        if isinstance(server.theta, MeanField) and up.steps is not None:
+            # A client moved by lr times the sum of its steps' gradients; each of them lacks this one.
+            slope, length = jax.grad(self._global_term)(server.theta), down.lr * up.steps
+            delta = jax.tree.map(lambda delta, slope: delta + length * slope, delta, slope)
         theta, momentum = momentum_step(server.theta, server.momentum, delta, self.server_lr, self.server_momentum)
         return Server(theta, momentum, server.round + 1)
 

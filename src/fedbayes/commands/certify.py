@@ -55,11 +55,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def certificate_table(found: Sequence[Certificate]) -> Table:
     """A line for each client, and the median."""
-    empty = sum(one.bound >= 1 for one in found)
+    empty = sum(one.says_nothing for one in found)
     bounds = np.array([one.bound for one in found])
     said = f"median bound {np.median(bounds):.3f}" + (f"; {empty} of {len(found)} say nothing" if empty else "")
     table = Table(
-        title=f"each error is at most its bound with probability {1 - found[0].delta:g}",
+        title=f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}",
         title_justify="left",
         caption=f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use",
         caption_justify="left",
