@@ -111,6 +111,7 @@ def test_no_page_is_forgotten():
         "docs/your-data.md",
         "docs/structured-models.md",
         "docs/hierarchical-bayes.md",
+        "docs/new-clients.md",
     }
     assert pages <= tested
 
