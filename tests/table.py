@@ -37,7 +37,7 @@ TABLE = {
     ),
     "fedhb-mixture": lambda model: FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, N=4),
     "fedvi": lambda model: FedVI(
-        model, draws=3, train=Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
+        model, constructor=(8,), draws=3, train=Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),
     "pfedbayes": lambda model: PFedBayes(
         model, zeta=0.1, draws=3, train=Training(2, "adam", 8, lr=0.02), tune=Training(5, "adam", 8, lr=0.02)

@@ -115,7 +115,7 @@ def test_padding_changes_nothing(name, model, clients):
         assert_close(method(key, down, local, short), method(key, down, local, long), 1e-6)
 
 
-@each_algorithm
+@some_often
 def test_what_lies_in_the_padding_does_not_matter(name, model, clients):
     algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)
@@ -139,7 +139,7 @@ def test_same_seed_same_bits_other_seed_other_bits(name, model, clients):
     )
 
 
-@each_algorithm
+@some_often
 def test_messages_survive_the_wire(name, model, clients):
     algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)
@@ -159,7 +159,7 @@ def test_learns(name, model, clients):
     assert figures["participating"]["log_score"]["rows"] > -0.45
 
 
-@each_algorithm
+@some_often
 def test_unseen_clients_keep_nothing_from_training(name, model, clients):
     simulation = simulated(TABLE[name](model), clients)
     assert not simulation.local.trained()[clients.unseen].any()

@@ -257,6 +257,7 @@ def two_groups(clients, seed=0, rows=30):
     return Clients.build(x, y, np.repeat(np.arange(clients), rows), test=0.3, name="groups"), group
 
 
+@pytest.mark.slow
 def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own():
     data, group = two_groups(40)
     data = data.hold_out(10, seed=1)

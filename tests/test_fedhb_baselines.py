@@ -60,6 +60,7 @@ def test_pa_recursion_is_the_dense_solve(count, rho):
     np.testing.assert_allclose(shrunken_solve(jnp.asarray(samples, jnp.float32), rho), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [True, False])
 def test_pa_before_its_first_sample_is_fedavg(clients, model, uniform):
     pa = FedPA(model, train=TRAIN, tune=TUNE, burn_in_rounds=9, server_lr=1.0, server_momentum=0.0, uniform=uniform)
@@ -264,6 +265,7 @@ def three_models(model):
     return BEUp(jax.tree.map(lambda leaf: 4 * leaf, params), jnp.array([1.0, 2.0, 5.0]), jnp.float32(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swa", [True, False])
 def test_be_of_one_client_without_samples_is_fedavg(clients, model, swa):
     """Every teacher is the student, so the divergence is 0 and distilling changes nothing."""
@@ -281,6 +283,7 @@ def test_be_without_distillation_is_fedavg(clients, model):
     assert_close(one.state.params, other.state.params, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("posterior", ["gaussian", "dirichlet"])
 def test_be_labels_are_the_mean_over_teachers(model, posterior):
     rows, up = unlabelled(300), three_models(model)
@@ -352,6 +355,7 @@ def test_be_holds_its_rows_in_the_state_and_not_in_the_program(model):
 # Ensemble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["preset", "ensemble"])
 def test_ensemble_of_one_is_fedavg(clients, model, use):
     ensemble = Ensemble(model, K=1, use=use, train=TRAIN, tune=TUNE)

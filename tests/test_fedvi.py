@@ -71,7 +71,9 @@ def test_reaches_the_exact_posterior_of_unseen_clients():
 @pytest.fixture(scope="module")
 def trained(model, clients):
     """A few rounds, with a wide constructor output so that β matters."""
-    algorithm = FedVI(model, mean_scale=1.0, train=Training(epochs=2, batch=8, lr=0.1), server_lr=1.0).planned(10)
+    algorithm = FedVI(
+        model, constructor=(8,), mean_scale=1.0, train=Training(epochs=2, batch=8, lr=0.1), server_lr=1.0
+    ).planned(10)
     simulation = Simulation(algorithm, clients, seed=3)
     for _ in range(10):
         simulation.step()
@@ -147,7 +149,9 @@ def test_divergence_is_numpyros(trained):
 
 def test_a_posterior_over_theta_has_its_divergence_on_the_server(model, clients):
     """Clients that send nothing leave the server with the gradient of the global term alone: θ goes to t(θ)."""
-    algorithm = FedVI(model, gamma=1.0, sigma_theta=0.5, train=Training(lr=0.1), server_lr=2.0, server_momentum=0.0, D=1)
+    algorithm = FedVI(
+        model, constructor=(8,), gamma=1.0, sigma_theta=0.5, train=Training(lr=0.1), server_lr=2.0, server_momentum=0.0, D=1
+    )
     server = jax.jit(algorithm.init_server)(KEY)
     down = algorithm.broadcast(KEY, server)
     nothing = jax.tree.map(jnp.zeros_like, server.theta)
@@ -162,6 +166,7 @@ def test_a_posterior_over_theta_has_its_divergence_on_the_server(model, clients)
         np.testing.assert_allclose(jax.nn.softplus(rho), 0.5, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 4])
 def test_the_posterior_over_theta_does_not_depend_on_how_many_steps_a_round_has(epochs):
     """y ~ N(b, 1) for a bias b ~ N(0, σ²): every client of n rows takes `epochs` steps, and q(b) is the exact posterior."""
@@ -186,10 +191,16 @@ def test_the_posterior_over_theta_does_not_depend_on_how_many_steps_a_round_has(
     assert np.mean(scales) == pytest.approx(precision**-0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("options", [{"gamma": 1e-3}, {"shared": True}, {"bias": False}, {"local": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"gamma": 1e-3}, marks=pytest.mark.slow), {"shared": True}, {"bias": False}, {"local": 0.5}],
+    ids=str,
+)
 def test_options_learn(options, model, clients):
     train = Training(epochs=5, batch=16, lr=0.1)
-    algorithm = FedVI(model, train=train, server_lr=1.0, server_momentum=0.5, **options).planned(30, **clients.facts)
+    algorithm = FedVI(model, constructor=(8,), train=train, server_lr=1.0, server_momentum=0.5, **options).planned(
+        30, **clients.facts
+    )
     simulation = Simulation(algorithm, clients, seed=2)
     for _ in range(30):
         simulation.step()
