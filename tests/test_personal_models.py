@@ -19,6 +19,8 @@ from fedbayes.simulator import Simulation
 from fedbayes.stances import assess
 from fedbayes.training import Training, mean_loss
 
+pytestmark = pytest.mark.slow  # what is special to methods of comparison; the table has what all must do
+
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.05)
 KEY = jax.random.key(3)
