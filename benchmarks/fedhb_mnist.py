@@ -17,14 +17,15 @@ import argparse
 import dataclasses
 import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
+from common import spread
 
 import fedbayes as fb
 from fedbayes.models import Categorical, Model, from_functions, mlp
@@ -284,13 +285,6 @@ def found(name: str, out: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def spread(values: list[float]) -> str:
-    """Mean ± standard deviation over seeds; a single seed has none."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}" if values else "—"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
-
-
 def table(names: list[str], out: Path) -> str:
     """Markdown, one line for each variant that has been run; columns that no line has are left out."""
     runs = {name: figures for name in names if (figures := found(name, out))}
@@ -333,10 +327,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except fb.UserError as problem:
-        raise SystemExit(f"error: {problem}") from None
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+    common.command(main)

@@ -56,3 +56,13 @@ def assert_same(one, other):
     """Every leaf the same, bit for bit."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+
+
+def simulated(algorithm, data, rounds, **options):
+    """A simulation after some rounds, with schedules planned for as many."""
+    from fedbayes.simulator import Simulation
+
+    simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
+    for _ in range(rounds):
+        simulation.step()
+    return simulation

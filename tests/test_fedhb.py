@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close
+from conftest import assert_close, simulated
 
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedhb_mixture import FedHBMixture, squared_distances
@@ -32,13 +32,6 @@ def equal():
     x = generator.normal(size=(5 * ROWS, 4)).astype(np.float32)
     y = (x @ np.array([2.0, -1.0, 0.5, 1.0]) + generator.normal(size=5 * ROWS) > 0).astype(np.int32)
     return Clients.build(x, y, np.repeat(np.arange(5), ROWS), test=0.0, name="equal")
-
-
-def simulated(algorithm, data, rounds, **options):
-    simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
-    for _ in range(rounds):
-        simulation.step()
-    return simulation
 
 
 def adapted(simulation, data, index=0):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, assert_same
+from conftest import assert_close, assert_same, simulated
 from scipy.special import softmax
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
@@ -34,13 +34,6 @@ TUNE = Training(epochs=3, batch=8, lr=0.05)
 FULL = Training(epochs=1, batch=1000, lr=0.3)
 NONE = Training(epochs=0)
 KEY = jax.random.key(3)
-
-
-def simulated(algorithm, data, rounds, **options):
-    simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
-    for _ in range(rounds):
-        simulation.step()
-    return simulation
 
 
 def rows_of(data, index, length=None):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_close, assert_same
+from conftest import assert_close, assert_same, simulated
 
 from fedbayes import keys
 from fedbayes.algorithm import Data
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow  # what is special to methods of comparison; the t
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.05)
 KEY = jax.random.key(3)
-
-
-def simulated(algorithm, data, rounds, **options):
-    simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
-    for _ in range(rounds):
-        simulation.step()
-    return simulation
 
 
 def rows_of(data, index):

@@ -114,12 +114,7 @@ class Ensemble(Algorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The mean of each group that has somebody."""
-
-        def mean(old: Array, moved: Array) -> Array:
-            share = up.member.reshape((-1,) + (1,) * (old.ndim - 1))
-            return old + jnp.where(share > 0, moved / jnp.where(share > 0, share, 1.0), 0.0)
-
-        return Server(jax.tree.map(mean, server.theta, up.moved), server.round + 1)
+        return Server(moved_means(server.theta, up.moved, up.member), server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of the client's network or of all."""
@@ -156,3 +151,13 @@ def random_starts(model: Model, key: PRNGKeyArray, K: int) -> Params:
 def _drawn(key: PRNGKeyArray, u: Float[Array, ""]) -> Float[Array, ""]:
     # Folded, so that the draw has nothing to do with the shuffles, which the key gives too.
     return jnp.where(u == NONE, jax.random.uniform(jax.random.fold_in(key, 0xFFFFFFFE)), u)
+
+
+def moved_means(theta: Params, moved: Params, member: Float[Array, " K"]) -> Params:
+    """K networks, each moved by the mean over its members; one without members stays."""
+
+    def mean(old: Array, moved: Array) -> Array:
+        share = member.reshape((-1,) + (1,) * (old.ndim - 1))
+        return old + jnp.where(share > 0, moved / jnp.where(share > 0, share, 1.0), 0.0)
+
+    return jax.tree.map(mean, theta, moved)

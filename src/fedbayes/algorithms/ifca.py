@@ -24,17 +24,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
-from fedbayes.algorithms.ensemble import random_starts
+from fedbayes.algorithms.ensemble import Down, Server, moved_means, random_starts
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.training import Training, descend, mean_loss, rows
-
-
-class Server(NamedTuple):
-    """The models (K of each array) and the number of rounds behind them."""
-
-    theta: Params
-    round: Int[Array, ""]
 
 
 class Local(NamedTuple):
@@ -42,13 +35,6 @@ class Local(NamedTuple):
 
     cluster: Int[Array, ""] | None
     params: Params | None
-
-
-class Down(NamedTuple):
-    """The models and this round's step size."""
-
-    theta: Params
-    lr: Float[Array, ""]
 
 
 class Up(NamedTuple):
@@ -117,13 +103,8 @@ class IFCA(Algorithm[Server, Local, Down, Up]):
         return Up(moved, member, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of each cluster that has somebody."""
-
-        def mean(old: Array, moved: Array) -> Array:
-            share = up.member.reshape((-1,) + (1,) * (old.ndim - 1))  # Σ_i s_ij n_i, over all rows of the round
-            return old + jnp.where(share > 0, moved / jnp.where(share > 0, share, 1.0), 0.0)
-
-        return Server(jax.tree.map(mean, server.theta, up.moved), server.round + 1)
+        """The weighted mean of each cluster that has somebody; `member` is Σ_i s_ij n_i over all rows of the round."""
+        return Server(moved_means(server.theta, up.moved, up.member), server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Choose a model by the client's rows, and fine-tune a copy of it where asked to."""
