@@ -1,6 +1,7 @@
 """Certificates: the inverse of kl, what is refused, and that the bound holds as often as it says."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -12,6 +13,7 @@ import scipy.stats
 from fedbayes import certificate
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedvi import FedVI
+from fedbayes.cli import main
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Normal, linear, mlp
@@ -182,3 +184,20 @@ def test_refusals(small, clients, model):
     numbers = mlp((4,), Normal(1.0), hidden=(8,))
     with pytest.raises(UserError, match="bounds a share of errors"):
         certificate.certify(Simulation(FedVI(numbers, bias=False), clients), "0")
+
+
+def test_command_prints_certificates_of_a_run_and_refuses_a_damaged_one(tmp_path, capsys):
+    folder, words = (
+        tmp_path / "run",
+        "run fedvi --no-bias --constructor 8 --model mlp:8 --rounds 2 --cohort 5 --hold-out 2 --out",
+    )
+    assert main([*words.split(), str(folder)]) == 0
+    assert main(["certify", str(folder), "--draws", "20", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 2
+    assert "median bound" in capsys.readouterr().out
+    (folder / "command.json").write_text("{")
+    assert main(["certify", str(folder)]) == 2
+    assert "command.json cannot be read" in capsys.readouterr().err
+    assert main(["certify", str(tmp_path)]) == 2
+    assert "holds no finished run" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from fedbayes.commands.display import progress_bar, result_table, show
 from fedbayes.commands.options import Chosen, DataOptions, RunOptions, choose, write_json
 from fedbayes.errors import UserError
 from fedbayes.fit import Fit, simulate
+from fedbayes.runs import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         callback = add(name, settings.rounds)
         try:
             fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=(callback,))
-            write_json(folder / "command.json", list(arguments))
+            write_json(folder / "command.json", {"run": list(arguments)})
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
     show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
@@ -61,8 +61,9 @@ def finished(folder: Path) -> Fit:
     """The run that `fedbayes run` left in a folder, as it was when it ended."""
     if not (folder / "result.json").is_file() or not (folder / "command.json").is_file():
         raise UserError(f"{folder} holds no finished run of fedbayes run; give the folder that it named at its end")
-    chosen = choose(Options, json.loads((folder / "command.json").read_text()), "run", "{name}")
-    assert chosen is not None
+    chosen = choose(Options, read_json(folder / "command.json").get("run", []), "run", "{name}")
+    if chosen is None:
+        raise UserError(f"{folder / 'command.json'} does not say what was run; it is damaged")
     return _simulated(chosen, folder, resume=True)
 
 
