@@ -9,7 +9,8 @@
     python benchmarks/fedvi.py benchmarks/fedvi_femnist.toml                        the paper's own size, for a GPU
 
 A TOML file has the data, the network, the rounds and each method's settings. Figures are the mean over the evaluations of the
-last hundred rounds, one in `every`. A method's personalised figure is that of its adapted stance; FedAvg's is FedAvg+. Each run
+last hundred rounds, one in `every`. A method's personalised figure is that of its adapted stance; FedAvg's is FedAvg+. FedVI with
+β = 0 is its global classifier alone, which no client's rows have reached. Each run
 has a folder under --out: what is there is not run again.
 """
 
@@ -46,9 +47,10 @@ LABELS = {
     "apfl": "APFL",
     "knn-per": "kNN-Per",
     "fedrecon": "FedRecon",
+    "fedvi-": "FedVI, β = 0",
     "fedvi": "FedVI",
 }
-TAUS = (0.0, 1e-9, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+TAUS = (0.0, 1e-6, 1e-3, 0.1, 1.0, 10.0)
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def run(label: str, name: str, options: dict[str, Any], config: dict[str, Any], 
 
 
 def method(label: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = label.removesuffix("+")
+    name = label.rstrip("+-")
     return name, config["methods"].get(name, {})
 
 
@@ -95,14 +97,14 @@ def found_of(label: str, out: Path) -> list[dict[str, Any]]:
 
 def table(config: dict[str, Any], out: Path) -> str:
     """Accuracy over rows, as the paper weighs, then log score and ECE, for clients that took part and that did not."""
-    labels = [label for label in LABELS if found_of(label.removesuffix("+"), out)]
+    labels = [label for label in LABELS if found_of(label.rstrip("+-"), out)]
     lines = ["| | | " + " | ".join(LABELS[label] for label in labels) + " |", "|---" * (len(labels) + 2) + "|"]
     for group in ("participating", "unseen"):
         for figure, digits in (("accuracy_rows", 2), ("log_score", 3), ("ece", 2), ("worst_tenth", 2)):
             cells = []
             for label in labels:
-                stance = "global" if label == "fedavg" else "adapted"
-                runs = found_of(label.removesuffix("+"), out)
+                stance = "global" if label in ("fedavg", "fedvi-") else "adapted"
+                runs = found_of(label.rstrip("+-"), out)
                 cells.append(common.spread([one[f"{stance}, {group}"][figure] for one in runs], digits))
             lines.append(f"| {group} | {figure.replace('_rows', '').replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -118,7 +120,7 @@ def ablation(config: dict[str, Any], seeds: list[int], out: Path, stem: str) -> 
         rows[tau] = [run(f"tau{tau:g}", "fedvi", options, config, seed, out) for seed in seeds]
         print(f"τ = {tau:g}: {rows[tau][0]['adapted, unseen']['accuracy_rows']:.2f}", file=sys.stderr, flush=True)
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    x = [tau or 1e-12 for tau in TAUS]
+    x = [tau or 1e-9 for tau in TAUS]
     for axes, what, title in zip(
         figure.subplots(1, 2), ("accuracy_rows", "ece"), ("accuracy, %", "calibration error, %"), strict=True
     ):
@@ -199,7 +201,7 @@ def main() -> int:
     if options.certify:
         common.put(PAGE, f"{stem}-certificates", certificates(config, options.seeds[0], stem))
         return 0
-    chosen = options.only.split(",") if options.only else [label for label in LABELS if label != "fedavg+"]
+    chosen = options.only.split(",") if options.only else [label for label in LABELS if label[-1] not in "+-"]
     for seed in options.seeds if not options.table else []:
         for label in chosen:
             found = run(label, *method(label, config), config, seed, out)

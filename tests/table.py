@@ -3,6 +3,7 @@
 import numpy as np
 
 from fedbayes.algorithms.apfl import APFL
+from fedbayes.algorithms.bpfed import BPFed
 from fedbayes.algorithms.ditto import Ditto
 from fedbayes.algorithms.ensemble import Ensemble
 from fedbayes.algorithms.fedavg import FedAvg
@@ -20,7 +21,10 @@ from fedbayes.algorithms.fedrep import FedRep
 from fedbayes.algorithms.fedvi import FedVI
 from fedbayes.algorithms.ifca import IFCA
 from fedbayes.algorithms.knn_per import KNNPer
+from fedbayes.algorithms.lg_fedavg import LGFedAvg
+from fedbayes.algorithms.per_fedavg import PerFedAvg
 from fedbayes.algorithms.pfedbayes import PFedBayes
+from fedbayes.algorithms.pfedme import PFedMe
 from fedbayes.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.2, momentum=0.5)
@@ -39,6 +43,12 @@ TABLE = {
     "fedvi": lambda model: FedVI(
         model, constructor=(8,), draws=3, train=Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),
+    "bpfed": lambda model: BPFed(
+        model, kl=0.1, draws=3, train=Training(2, "adam", 8, lr=0.02), tune=Training(5, "adam", 8, lr=0.02)
+    ),
+    "lg-fedavg": lambda model: LGFedAvg(model, train=TRAIN, tune=TUNE),
+    "per-fedavg": lambda model: PerFedAvg(model, alpha=0.1, train=Training(2, batch=8, lr=0.2)),
+    "pfedme": lambda model: PFedMe(model, lam=2.0, personal_lr=0.1, train=Training(3, batch=8, lr=0.1)),
     "pfedbayes": lambda model: PFedBayes(
         model, zeta=0.1, draws=3, train=Training(2, "adam", 8, lr=0.02), tune=Training(5, "adam", 8, lr=0.02)
     ),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fedbayes import data, models
     from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
     from fedbayes.algorithms.apfl import APFL
+    from fedbayes.algorithms.bpfed import BPFed
     from fedbayes.algorithms.ditto import Ditto
     from fedbayes.algorithms.ensemble import Ensemble
     from fedbayes.algorithms.fedavg import FedAvg
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.fedvi import FedVI
     from fedbayes.algorithms.ifca import IFCA
     from fedbayes.algorithms.knn_per import KNNPer
+    from fedbayes.algorithms.lg_fedavg import LGFedAvg
+    from fedbayes.algorithms.per_fedavg import PerFedAvg
     from fedbayes.algorithms.pfedbayes import PFedBayes
+    from fedbayes.algorithms.pfedme import PFedMe
     from fedbayes.algorithms.pvi import PVI
     from fedbayes.algorithms.sfvi import SFVI
     from fedbayes.algorithms.sfvi_avg import SFVIAvg
@@ -47,6 +51,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "APFL": "algorithms.apfl",
+    "BPFed": "algorithms.bpfed",
     "Ditto": "algorithms.ditto",
     "IFCA": "algorithms.ifca",
     "Algorithm": "algorithm",
@@ -70,7 +75,10 @@ _WHERE = {
     "FedRecon": "algorithms.fedrecon",
     "Fit": "fit",
     "Mean": "algorithm",
+    "LGFedAvg": "algorithms.lg_fedavg",
+    "PerFedAvg": "algorithms.per_fedavg",
     "PFedBayes": "algorithms.pfedbayes",
+    "PFedMe": "algorithms.pfedme",
     "PVI": "algorithms.pvi",
     "Reduce": "algorithm",
     "SFVI": "algorithms.sfvi",
@@ -94,6 +102,7 @@ __all__ = [
     "PVI",
     "SFVI",
     "Algorithm",
+    "BPFed",
     "Clients",
     "Data",
     "Ditto",
@@ -114,8 +123,11 @@ __all__ = [
     "FedVI",
     "Fit",
     "KNNPer",
+    "LGFedAvg",
     "Mean",
     "PFedBayes",
+    "PFedMe",
+    "PerFedAvg",
     "Reduce",
     "SFVIAvg",
     "SiloFit",

@@ -63,6 +63,15 @@ def merge(one: Params, other: Params) -> Params:
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
 
 
+def choose(first: Any, one: Params, other: Params) -> Params:
+    """One tree where `first` is true, else the other; it may be traced.
+
+    >>> choose(jnp.bool_(False), {"w": 1.0}, {"w": 2.0})["w"].item()
+    2.0
+    """
+    return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
+
+
 def squared_distance(one: Params, other: Params) -> Float[Array, ""]:
     """Sum over all leaves of (one − other)²."""
     terms = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), one, other)

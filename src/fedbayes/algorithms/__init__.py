@@ -21,6 +21,7 @@ REGISTRY = {
         "hierarchical Bayes: K prototypes, a gate",
     ),
     "fedvi": ("fedbayes.algorithms.fedvi", "FedVI", "clients", "amortised personal posteriors, from rows without labels"),
+    "bpfed": ("fedbayes.algorithms.bpfed", "BPFed", "clients", "Gaussian layers, the first shared and the last personal"),
     "pfedbayes": ("fedbayes.algorithms.pfedbayes", "PFedBayes", "clients", "personal Gaussian networks around a shared one"),
     "fedpop": ("fedbayes.algorithms.fedpop", "FedPop", "clients", "shared base, heads sampled under a population prior"),
     "ifca": ("fedbayes.algorithms.ifca", "IFCA", "clients", "K models, each averaged over the clients it fits best"),
@@ -29,6 +30,9 @@ REGISTRY = {
     "fedrep": ("fedbayes.algorithms.fedrep", "FedRep", "clients", "shared representation and personal heads, in turns"),
     "knn-per": ("fedbayes.algorithms.knn_per", "KNNPer", "clients", "averaging, mixed with a client's own nearest rows"),
     "fedrecon": ("fedbayes.algorithms.fedrecon", "FedRecon", "clients", "personal layers rebuilt each round, never kept"),
+    "lg-fedavg": ("fedbayes.algorithms.lg_fedavg", "LGFedAvg", "clients", "personal representations under a shared last layer"),
+    "per-fedavg": ("fedbayes.algorithms.per_fedavg", "PerFedAvg", "clients", "a start from which one step personalises"),
+    "pfedme": ("fedbayes.algorithms.pfedme", "PFedMe", "clients", "personal models at Moreau envelopes of a shared one"),
     "fedpa": (
         "fedbayes.algorithms.fedpa",
         "FedPA",

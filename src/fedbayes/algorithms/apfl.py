@@ -106,7 +106,7 @@ class APFL(Algorithm[Server, Local, Down, Up]):
 
     def _own(self, down: Down, local: Local) -> Local:
         """The client's state, with w for v where it has none."""
-        v = jax.tree.map(lambda v, w: jnp.where(local.own, v, w), local.v, down.params)
+        v = trees.choose(local.own, local.v, down.params)
         return Local(v, local.alpha, jnp.bool_(True))
 
     def _fit(

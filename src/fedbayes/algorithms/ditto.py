@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
@@ -112,4 +111,4 @@ class Ditto(Algorithm[Server, Local, Down, Up]):
 
 
 def _own(down: Down, local: Local) -> Params:
-    return jax.tree.map(lambda v, w: jnp.where(local.own, v, w), local.v, down.params)
+    return trees.choose(local.own, local.v, down.params)

@@ -156,7 +156,7 @@ class FedPop(Algorithm[Server, Local, Down, Up]):
         count = max(self.draws, self.keep)
         fresh = jax.vmap(population)(jnp.arange(count))
         own = jax.tree.map(lambda z: z[jnp.arange(count) % self.keep], local.z)
-        heads = jax.tree.map(lambda a, b: jnp.where(local.own, a, b), own, fresh)
+        heads = trees.choose(local.own, own, fresh)
         return jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
 
     def langevin(self, key: PRNGKeyArray, down: Down, local: Local, data: Data, steps: int) -> Params:

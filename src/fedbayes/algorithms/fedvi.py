@@ -277,7 +277,7 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
             raise UserError("D is not set: with γ > 0 the prior of θ is weighed against the rows of all clients; give D")
         terms = jax.tree.map(
             lambda mean, rho: gaussian.kl_diagonal(
-                mean, jax.nn.softplus(rho), jnp.zeros_like(mean), jnp.full_like(mean, self.sigma_theta)
+                mean, gaussian.deviation(rho), jnp.zeros_like(mean), jnp.full_like(mean, self.sigma_theta)
             ),
             q.mean,
             q.rho,

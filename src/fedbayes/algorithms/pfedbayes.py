@@ -15,19 +15,18 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import gaussian, trees
+from fedbayes import bayesian, gaussian, trees
 from fedbayes.algorithm import Algorithm, Data, Mean, Sum
 from fedbayes.errors import UserError
 from fedbayes.gaussian import MeanField
 from fedbayes.models import Model
-from fedbayes.training import Training, local_steps, mean_loss, rows
+from fedbayes.training import Training, rows
 
 
 class Server(NamedTuple):
@@ -82,6 +81,8 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
     """Deviation of the means at the start; None starts them as the network does."""
     draws: int = 10
     """Networks that a prediction averages."""
+    local_reparametrisation: bool = False
+    """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
     train: Training = Training(epochs=1, optimiser="adam", batch=50, lr=0.001)
     """A client's round."""
     tune: Training = Training(epochs=5, optimiser="adam", batch=50, lr=0.001)
@@ -108,7 +109,7 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on q and on the copy of w, minibatch by minibatch."""
-        q, w, loss = self._fit(self._own(down, local), down.w, self.train, down.lr, key, data, moving=True)
+        q, w, loss = self._fit(self._own(down, local), down.w, self.train, down.lr, key, data, fixed=False)
         return Up(w, rows(data), loss), Local(q, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -117,22 +118,18 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit q to the rows, with w as it is."""
-        q, _, _ = self._fit(self._own(down, local), down.w, self.tune, self.tune.lr_of(1), key, data, moving=False)
+        q, _, _ = self._fit(self._own(down, local), down.w, self.tune, self.tune.lr_of(1), key, data, fixed=True)
         return Local(q, jnp.bool_(True))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the client's q, or of w where it has none."""
-        q = self._own(down, local)
-        return jax.lax.map(lambda key: self.model.apply(gaussian.draw(key, q), x), jax.random.split(key, self.draws))
+        return bayesian.predict(self.model, key, self._own(down, local), x, self.draws)
 
     def _init(self, key: PRNGKeyArray) -> MeanField:
-        mean = self.model.init(key)
-        if self.spread is not None:
-            mean = jax.tree.map(lambda noise: self.spread * noise, trees.normal_like(key, mean))
-        return MeanField(mean, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.rho), mean))
+        return bayesian.init(self.model, key, self.rho, self.spread)
 
     def _own(self, down: Down, local: Local) -> MeanField:
-        return jax.tree.map(lambda q, w: jnp.where(local.own, q, w), local.q, down.w)
+        return trees.choose(local.own, local.q, down.w)
 
     def _fit(
         self,
@@ -143,34 +140,13 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
         key: PRNGKeyArray,
         data: Data,
         *,
-        moving: bool,
+        fixed: bool,
     ) -> tuple[MeanField, MeanField, Float[Array, ""]]:
-        optimiser = training.build(lr, self.model)
         batch = min(training.batch, data.mask.shape[0])
         share = self.zeta / jnp.maximum(jnp.ceil(rows(data) / batch), 1)
 
-        def loss(q: MeanField, w: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            fit = rows(batch) * mean_loss(self.model, gaussian.draw(key, q), batch)
-            return fit + share * gaussian.kl(q, w)
+        def Q(q: MeanField, w: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            fit = bayesian.loss(self.model, key, q, batch, local=self.local_reparametrisation)
+            return rows(batch) * fit + share * gaussian.kl(q, w)
 
-        def ascend(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-            with trees.other_peoples_code():
-                updates, state = optimiser.update(gradient, state, values)
-            return optax.apply_updates(values, updates), state
-
-        def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
-            q, w, of_q, of_w, total, steps = carry
-
-            def personal(number: Any, inner: Any) -> Any:
-                q, of_q, _ = inner
-                value, gradient = jax.value_and_grad(loss)(q, w, jax.random.fold_in(key, number), batch)
-                return *ascend(q, gradient, of_q), value
-
-            q, of_q, value = jax.lax.fori_loop(0, self.personal_steps, personal, (q, of_q, jnp.float32(0)))
-            if moving:
-                w, of_w = ascend(w, jax.grad(lambda w: share * gaussian.kl(q, w))(w), of_w)
-            return q, w, of_q, of_w, total + value, steps + 1
-
-        start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
-        q, w, _, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
-        return q, w, total / jnp.maximum(steps, 1)
+        return bayesian.follow(self.model, Q, q, w, training, lr, key, data, self.personal_steps, fixed=fixed)

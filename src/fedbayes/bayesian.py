@@ -1,0 +1,191 @@
+"""Networks whose weights are Gaussian, each on its own: where they start, how they predict, how their loss is estimated.
+
+Two estimates of E_q log p(y | x, w) are the same in the mean. One draws w = μ + σ ε, one network for all rows. The other, local
+reparametrisation (Kingma, Salimans and Welling 2015), draws what a dense layer gives: for w_dk ~ N(μ_dk, σ_dk²), each on its
+own, Σ_d x_d w_dk ~ N(Σ_d x_d μ_dk, Σ_d x_d² σ_dk²), anew for each row. It takes one number per row and output, not one per
+weight, and its gradients vary less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+
+from fedbayes import gaussian, trees
+from fedbayes.algorithm import Data, Params
+from fedbayes.gaussian import MeanField
+from fedbayes.models import Model
+from fedbayes.training import Training, local_steps, masked_mean
+
+
+def init(model: Model, key: PRNGKeyArray, rho: float, spread: float | None = None) -> MeanField:
+    """Means as the network starts, or N(0, spread²); all deviations log(1 + e^ρ). For ρ = −200 they are 0.
+
+    >>> from fedbayes.models import Categorical, linear
+    >>> jax.tree.map(jnp.shape, init(linear((4,), Categorical(3)), jax.random.key(0), rho=-3.0).rho)
+    {'head': {'bias': (3,), 'kernel': (4, 3)}}
+    """
+    mean = model.init(key)
+    if spread is not None:
+        mean = jax.tree.map(lambda noise: spread * noise, trees.normal_like(key, mean))
+    return MeanField(mean, jax.tree.map(lambda leaf: jnp.full(leaf.shape, rho), mean))
+
+
+def predict(model: Model, key: PRNGKeyArray, q: MeanField, x: Shaped[Array, "n ..."], draws: int) -> Float[Array, "s n k"]:
+    """Outputs of so many networks drawn from q."""
+    return jax.lax.map(lambda key: model.apply(gaussian.draw(key, q), x), jax.random.split(key, draws))
+
+
+def loss(
+    model: Model, key: PRNGKeyArray, q: MeanField, batch: Data, draws: int = 1, *, local: bool = False
+) -> Float[Array, ""]:
+    """−1/n Σ log p(y | x, w) over the rows that exist, in the mean over draws of w."""
+
+    def one(key: PRNGKeyArray) -> Float[Array, ""]:
+        outputs = locally(model.apply, key, q, batch.x) if local else model.apply(gaussian.draw(key, q), batch.x)
+        return masked_mean(-model.likelihood.log_prob(outputs, batch.y), batch.mask)
+
+    return one(key) if draws == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, draws)))
+
+
+def follow(
+    model: Model,
+    Q: Callable[[MeanField, MeanField, PRNGKeyArray, Data], Float[Array, ""]],
+    q: MeanField,
+    w: MeanField,
+    training: Training,
+    lr: Float[Array, ""],
+    key: PRNGKeyArray,
+    data: Data,
+    steps: int = 1,
+    *,
+    fixed: bool = False,
+) -> tuple[MeanField, MeanField, Float[Array, ""]]:
+    """For each minibatch `steps` steps of q on Q(q, w, key, minibatch), then one of w, the prior, on what of Q depends on it.
+
+    That is KL(q ‖ w), so the prior follows q, unless it is `fixed`. Each has its own optimiser. Returns both and the mean of Q.
+    """
+    optimiser = training.build(lr, model)
+
+    def move(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+        with trees.other_peoples_code():
+            updates, state = optimiser.update(gradient, state, values)
+        return optax.apply_updates(values, updates), state
+
+    def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
+        q, w, of_q, of_w, total, count = carry
+
+        def inner(number: Any, inner: Any) -> Any:
+            q, of_q, _ = inner
+            value, gradient = jax.value_and_grad(Q)(q, w, jax.random.fold_in(key, number), batch)
+            return *move(q, gradient, of_q), value
+
+        q, of_q, value = jax.lax.fori_loop(0, steps, inner, (q, of_q, jnp.float32(0)))
+        if not fixed:
+            w, of_w = move(w, jax.grad(Q, 1)(q, w, key, batch), of_w)
+        return q, w, of_q, of_w, total + value, count + 1
+
+    start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
+    q, w, _, _, total, count = local_steps(step, start, key, data, training.batch, training.epochs)
+    return q, w, total / jnp.maximum(count, 1)
+
+
+class _Weights(NamedTuple):
+    """Weights on the way to where they are used: not yet drawn, and the key for it."""
+
+    mean: Array
+    sigma: Array
+    key: PRNGKeyArray
+
+    def drawn(self) -> Array:
+        return self.mean + self.sigma * jax.random.normal(self.key, self.mean.shape)
+
+
+def locally(
+    apply: Callable[[Params, Array], Array], key: PRNGKeyArray, q: MeanField, x: Shaped[Array, "n ..."]
+) -> Float[Array, "n k"]:
+    """The outputs of `apply` with local reparametrisation of each dense layer, found in the program that JAX makes of it.
+
+    A dense layer is a product of weights, used nowhere else, with one vector for each row of x. Other weights, biases and
+    convolutions among them, are drawn once for all rows.
+
+    >>> q = MeanField(jnp.ones((2, 1)), jnp.full((2, 1), -200.0))  # no deviation
+    >>> locally(lambda w, x: x @ w, jax.random.key(0), q, jnp.ones((3, 2))).ravel().tolist()
+    [2.0, 2.0, 2.0]
+    """
+    closed, shape = jax.make_jaxpr(apply, return_shape=True)(q.mean, x)
+    means, rhos = jax.tree.leaves(q.mean), jax.tree.leaves(q.rho)
+    weights = [
+        _Weights(mean, gaussian.deviation(rho), jax.random.fold_in(key, place))
+        for place, (mean, rho) in enumerate(zip(means, rhos, strict=True))
+    ]
+    outputs = _run(closed.jaxpr, closed.consts, [*weights, x], len(x))
+    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+
+_MOVES = ("reshape", "transpose", "squeeze", "convert_element_type")
+"""What leaves each weight in one place."""
+
+
+def _run(jaxpr: core.Jaxpr, consts: list[Any], inputs: list[Any], n: int) -> list[Any]:
+    """Evaluate a program some of whose inputs are weights not yet drawn."""
+    used = Counter(id(var) for eqn in jaxpr.eqns for var in eqn.invars) + Counter(id(var) for var in jaxpr.outvars)
+    known: dict[int, Any] = {}
+
+    def keep(variables: Any, values: Any) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            tied = isinstance(value, _Weights) and used[id(variable)] > 1
+            known[id(variable)] = value.drawn() if tied else value
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, core.Literal) else known[id(variable)]
+
+    keep(jaxpr.constvars, consts)
+    keep(jaxpr.invars, inputs)
+    for eqn in jaxpr.eqns:
+        values = [read(variable) for variable in eqn.invars]
+        if not any(isinstance(value, _Weights) for value in values):
+            keep(eqn.outvars, _bind(eqn, values))
+        elif eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            keep(eqn.outvars, _run(inner.jaxpr, inner.consts, values, n))
+        elif eqn.primitive.name in _MOVES:
+            (weights,) = values
+            mean, sigma = (_bind(eqn, [part])[0] for part in weights[:2])
+            keep(eqn.outvars, [_Weights(mean, sigma, weights.key)])
+        elif _dense(eqn, values, n):
+            keep(eqn.outvars, [_product(eqn, values)])
+        else:
+            keep(eqn.outvars, _bind(eqn, [value.drawn() if isinstance(value, _Weights) else value for value in values]))
+    return [value.drawn() if isinstance(value := read(variable), _Weights) else value for variable in jaxpr.outvars]
+
+
+def _bind(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def _dense(eqn: core.JaxprEqn, values: list[Any], n: int) -> bool:
+    """Whether this is a product of weights with one vector for each row."""
+    if eqn.primitive.name != "dot_general" or sum(isinstance(value, _Weights) for value in values) != 1:
+        return False
+    contracted, batched = eqn.params["dimension_numbers"]
+    place = 1 - next(place for place, value in enumerate(values) if isinstance(value, _Weights))
+    free = [size for axis, size in enumerate(values[place].shape) if axis not in contracted[place]]
+    return free == [n] and not any(batched)
+
+
+def _product(eqn: core.JaxprEqn, values: list[Any]) -> Array:
+    weights = next(value for value in values if isinstance(value, _Weights))
+    with_means = [value.mean if isinstance(value, _Weights) else value for value in values]
+    with_squares = [value.sigma**2 if isinstance(value, _Weights) else value**2 for value in values]
+    mean, variance = _bind(eqn, with_means)[0], _bind(eqn, with_squares)[0]
+    deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)  # finite slopes at 0
+    return mean + deviation * jax.random.normal(weights.key, mean.shape)

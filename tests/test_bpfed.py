@@ -1,0 +1,259 @@
+"""BPFed and Gaussian networks against what is known exactly: special cases, conjugate regression, moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close, simulated
+
+from fedbayes import bayesian, gaussian, trees, wire
+from fedbayes.algorithm import Data
+from fedbayes.algorithms.bpfed import BPFed
+from fedbayes.algorithms.fedper import FedPer
+from fedbayes.algorithms.fedrep import FedRep
+from fedbayes.algorithms.lg_fedavg import LGFedAvg
+from fedbayes.data import Clients
+from fedbayes.errors import UserError
+from fedbayes.gaussian import MeanField
+from fedbayes.models import Categorical, Normal, cnn, from_functions, mlp
+from fedbayes.stances import assess
+from fedbayes.training import Training
+
+TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
+TUNE = Training(epochs=3, batch=8, lr=0.05)
+KEY = jax.random.key(3)
+POINT = -200.0
+"""ρ of a deviation of 0."""
+
+
+# Special cases
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_without_deviations_and_divergence_it_is_fedper(clients, model, local):
+    bpfed = BPFed(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, train=TRAIN, tune=TUNE)
+    one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, train=TRAIN, tune=TUNE)))
+    assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
+    figures = [assess(simulation).scores for simulation in (one, other)]
+    for stance in ("global", "personal", "adapted"):
+        assert_close(figures[0][stance].log_score, figures[1][stance].log_score, 1e-4)  # sums over rows of numbers near 1
+
+
+def test_in_turns_it_is_fedrep(clients, model):
+    options = {"head": TRAIN, "train": TUNE, "tune": TUNE, "uniform": True}
+    bpfed = BPFed(model, rho=POINT, kl=0.0, alternate=True, **options)
+    one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedRep(model, **options)))
+    assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
+
+
+def test_with_the_split_turned_round_it_is_lg_fedavg(clients, model):
+    bpfed = BPFed(model, ("body",), rho=POINT, kl=0.0, uniform=False, train=TRAIN, tune=TUNE)
+    one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, LGFedAvg(model, train=TRAIN, tune=TUNE)))
+    assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
+
+
+# Exact
+
+
+def line(width):
+    """y = x·w + noise of deviation ½; the first half of w is shared, the second personal."""
+    half = width // 2
+
+    def init(key):
+        return {"shared": jnp.zeros(half), "own": jnp.zeros(width - half)}
+
+    def apply(params, x):
+        return (x @ jnp.concatenate([params["shared"], params["own"]]))[:, None]
+
+    return from_functions(init, apply, Normal(scale=0.5), shape=(width,))
+
+
+def regression(count, width=4, orthogonal=False, seed=0):
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, width))
+    if orthogonal:
+        x = np.linalg.qr(x)[0] * np.sqrt(count)
+    y = x @ np.array([1.0, -0.5, 0.3, 2.0])[:width] + 0.5 * generator.normal(size=count)
+    return Data(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32), jnp.ones(count, bool))
+
+
+def mean_field(data, mean, sigma):
+    """The best mean-field Gaussian of a regression with noise ½ under N(mean, diag σ²): its mean, and 1/√Λ_jj."""
+    x, y = np.asarray(data.x, np.float64), np.asarray(data.y, np.float64)
+    precision = x.T @ x / 0.25 + np.diag(1 / sigma**2)
+    return np.linalg.solve(precision, x.T @ y / 0.25 + mean / sigma**2), 1 / np.sqrt(np.diag(precision))
+
+
+def exact(rho=0.0, **options):
+    """BPFed that takes many full-batch steps with many draws."""
+    defaults = {"rho": rho, "personal": ("own",), "reinforce": False, "M": 512, "local_reparametrisation": False}
+    train = Training(epochs=600, optimiser="adam", batch=1000, lr=0.02)
+    return BPFed(line(4), **{**defaults, "train": train, "tune": train, **options})
+
+
+def settled(algorithm, zeta, eta, data, key=KEY):
+    """One client's round, with ever smaller steps; the prior stays what it was."""
+    client = jax.jit(algorithm._fit, static_argnames="training")
+    q = prior = MeanField(*(trees.merge(*pair) for pair in zip(eta, zeta, strict=True)))
+    for number, lr in enumerate((0.02, 0.005, 0.001)):
+        q, _ = client(
+            q, None, prior, training=algorithm.train, lr=jnp.float32(lr), key=jax.random.fold_in(key, number), data=data
+        )
+    return q
+
+
+def parts(q):
+    return (
+        np.concatenate([q.mean["shared"], q.mean["own"]]),
+        np.asarray(gaussian.deviation(jnp.concatenate([q.rho["shared"], q.rho["own"]]))),
+    )
+
+
+def test_regression_reaches_the_mean_field_optimum():
+    algorithm, data = exact(), regression(30)
+    server, local = algorithm.init_server(KEY), algorithm.init_local(KEY, data)
+    q = settled(algorithm, server.zeta, local.eta, data)
+    mean, sigma = parts(q)
+    best_mean, best_sigma = mean_field(data, np.zeros(4), np.full(4, np.log(2.0)))
+    np.testing.assert_allclose(mean, best_mean, atol=0.05 * best_sigma.min())
+    np.testing.assert_allclose(sigma, best_sigma, rtol=0.02)
+
+
+def test_two_rounds_on_halves_are_one_round_on_both():
+    """With orthogonal columns the posterior is mean-field, so Bayes' rule can be taken in two steps."""
+    algorithm, data = exact(), regression(40, orthogonal=True)
+    first, second = (Data(*(jnp.asarray(np.asarray(leaf)[place::2]) for leaf in data)) for place in (0, 1))
+    # Each half has to be orthogonal too, for its posterior to be mean-field.
+    first, second = (half._replace(x=jnp.asarray(np.linalg.qr(half.x)[0] * np.sqrt(20.0))) for half in (first, second))
+    both = Data(*(jnp.concatenate(pair) for pair in zip(first, second, strict=True)))
+    server, local = algorithm.init_server(KEY), algorithm.init_local(KEY, data)
+    at_once = parts(settled(algorithm, server.zeta, local.eta, both))
+    q = settled(algorithm, server.zeta, local.eta, first)
+    zeta = MeanField({"shared": q.mean["shared"], "own": None}, {"shared": q.rho["shared"], "own": None})
+    eta = MeanField({"shared": None, "own": q.mean["own"]}, {"shared": None, "own": q.rho["own"]})
+    in_two = parts(settled(algorithm, zeta, eta, second, jax.random.key(8)))
+    np.testing.assert_allclose(in_two[0], at_once[0], atol=0.1 * at_once[1].min())
+    np.testing.assert_allclose(in_two[1], at_once[1], rtol=0.05)
+
+
+def test_a_round_is_the_fit_from_its_prior(clients, model):
+    """`client` starts at the prior, sends the shared part alone and keeps the other."""
+    algorithm = BPFed(model, uniform=False, train=Training(2, "adam", 8, lr=0.02))
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
+    server, local = algorithm.init_server(KEY), algorithm.init_local(jax.random.key(4), data)
+    down = algorithm.broadcast(KEY, server)
+    up, kept = algorithm.client(KEY, down, local, data)
+    assert up.zeta.first["head"]["kernel"] is None
+    assert kept.eta.mean["body"]["dense0"]["kernel"] is None
+    sigma = gaussian.deviation(server.zeta.rho["body"]["dense0"]["kernel"])
+    assert_close(algorithm.server(KEY, server, down, up).zeta.mean, up.zeta.first, 0)
+    assert float(jnp.abs(up.zeta.second["body"]["dense0"]["kernel"] - sigma).max()) > 0
+
+
+# Averages
+
+
+@pytest.mark.parametrize(
+    ("average", "mean", "sigma"),
+    [
+        ("wasserstein", 2.0, 0.75),
+        ("precision", (1 / 0.25 + 3 / 1.0) / (1 / 0.25 + 1.0), np.sqrt(2 / (1 / 0.25 + 1.0))),
+        ("plain", 2.0, None),
+    ],
+)
+def test_averages_of_two_gaussians(model, average, mean, sigma):
+    algorithm = BPFed(model, average=average)
+    two = [MeanField({"w": jnp.array([m])}, {"w": gaussian.rho_of(jnp.array([s]))}) for m, s in ((1.0, 0.5), (3.0, 1.0))]
+    sent = jax.tree.map(lambda a, b: (a + b) / 2, *(algorithm._sent(one) for one in two))
+    found = algorithm._received(sent)
+    assert_close(found.mean["w"], jnp.array([mean]), 1e-6)
+    if sigma is None:
+        assert_close(found.rho["w"], (two[0].rho["w"] + two[1].rho["w"]) / 2, 1e-6)
+    else:
+        assert_close(gaussian.deviation(found.rho["w"]), jnp.array([sigma]), 1e-6)
+
+
+# What leaves
+
+
+def test_only_the_shared_part_leaves(clients, model):
+    algorithm = BPFed(model)
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
+    report = wire.text(wire.manifest(algorithm, data))
+    up = [line for line in report.splitlines() if "zeta" in line]
+    assert up
+    assert not any("head" in line for line in up)
+
+
+# Gaussian networks
+
+
+def test_deviation_and_its_inverse():
+    rho = jnp.linspace(-60.0, 20.0, 4001)
+    expected = np.logaddexp(np.asarray(rho, np.float64), 0)
+    np.testing.assert_allclose(gaussian.deviation(rho), expected, rtol=5e-7)
+    np.testing.assert_allclose(gaussian.deviation(gaussian.rho_of(gaussian.deviation(rho))), expected, rtol=2e-6)
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(gaussian.deviation))(rho), 1 / (1 + np.exp(-np.asarray(rho, np.float64))), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "tied"])
+def test_local_noise_has_the_moments_of_drawn_weights(kind):
+    if kind == "tied":  # one matrix used twice: what is drawn for one use has to hold for the other
+
+        def apply(w, x):
+            return x @ w @ w
+
+        def init(key):
+            return jax.random.normal(key, (4, 4))
+
+        x, q = jax.random.normal(KEY, (3, 4)), MeanField(init(KEY), jnp.full((4, 4), -1.0))
+    else:
+        network = mlp((6, 6), Categorical(3), hidden=(8,)) if kind == "mlp" else cnn((6, 6), Categorical(3), (2, 2), (8,))
+        apply, x, q = network.apply, jax.random.normal(KEY, (3, 6, 6)), bayesian.init(network, KEY, -1.5)
+    split = jax.random.split(jax.random.key(1), 20000)
+    drawn = jax.jit(jax.vmap(lambda key: apply(gaussian.draw(key, q), x)))(split)
+    local = jax.jit(jax.vmap(lambda key: bayesian.locally(apply, key, q, x)))(split)
+    error = np.asarray(drawn.std(axis=0)) / np.sqrt(len(split))
+    assert (np.abs(drawn.mean(axis=0) - local.mean(axis=0)) < 6 * error).all()
+    np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
+
+
+def test_local_noise_differs_between_rows_and_drawn_weights_do_not():
+    network = mlp((4,), Categorical(2), hidden=())
+    q, x = bayesian.init(network, KEY, 0.0), jnp.ones((2, 4))
+    local, drawn = bayesian.locally(network.apply, KEY, q, x), network.apply(gaussian.draw(KEY, q), x)
+    assert not np.allclose(local[0], local[1])
+    assert np.allclose(drawn[0], drawn[1])
+
+
+def test_local_noise_has_finite_slopes_where_nothing_comes_in():
+    network = mlp((4,), Categorical(2), hidden=(3,))
+    q = bayesian.init(network, KEY, -3.0)
+    slope = jax.grad(lambda q: bayesian.locally(network.apply, KEY, q, jnp.zeros((2, 4))).sum())(q)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
+
+
+def test_deviations_are_less_for_more_rows():
+    """What small data leaves open shows in predictions: the epistemic part falls with the rows of a client."""
+    generator = np.random.default_rng(0)
+    client = np.repeat([0, 1], [20, 400])
+    x = generator.normal(size=(len(client), 4)).astype(np.float32)
+    y = (x[:, 0] + 0.5 * generator.normal(size=len(client)) > 0).astype(np.int64)
+    network = mlp((4,), Categorical(2), hidden=())
+    algorithm = BPFed(network, ("head/bias",), rho=-1.0, train=Training(30, "adam", 20, lr=0.02), draws=100)
+    scores = []
+    for index in range(2):
+        one = Clients.build(x[client == index], y[client == index], client[client == index], test=0.3, name="one")
+        scores.append(assess(simulated(algorithm, one, 1), ("personal",)).summary()["personal"]["participating"])
+    few, many = (score["mutual_information"]["rows"] for score in scores)
+    assert many < few
+
+
+def test_bad_options_are_refused(model):
+    for options, word in (({"M": 0}, "M"), ({"kl": -1.0}, "kl"), ({"average": "mean"}, "average"), ({"draws": 0}, "draws")):
+        with pytest.raises(UserError, match=word):
+            BPFed(model, **options)
+    with pytest.raises(UserError, match="covers every parameter"):
+        BPFed(model, ("body", "head")).init_server(KEY)
