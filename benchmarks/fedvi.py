@@ -9,9 +9,9 @@
     python benchmarks/fedvi.py benchmarks/fedvi_femnist.toml                        the paper's own size, for a GPU
 
 A TOML file has the data, the network, the rounds and each method's settings. Figures are the mean over the evaluations of the
-last hundred rounds, one in `every`. A method's personalised figure is that of its adapted stance; FedAvg's is FedAvg+. FedVI with
-β = 0 is its global classifier alone, which no client's rows have reached. Each run
-has a folder under --out: what is there is not run again.
+last hundred rounds, one in `every`. A method's personalised figure is that of its adapted stance; FedAvg's is FedAvg+. FedVI
+with β = 0 is its global classifier alone, which no client's rows have reached. Each run has a folder under --out: what is
+there is not run again.
 """
 
 from __future__ import annotations

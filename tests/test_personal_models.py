@@ -1,4 +1,4 @@
-"""IFCA, Ditto and APFL against what is known exactly: FedAvg, training alone, quadratics, steps by hand."""
+"""IFCA, Ditto, APFL, Per-FedAvg and pFedMe against what is known exactly: FedAvg, training alone, quadratics, steps by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from fedbayes.algorithms.apfl import APFL, alpha_slope, mixed
 from fedbayes.algorithms.ditto import Ditto
 from fedbayes.algorithms.fedavg import FedAvg, Server
 from fedbayes.algorithms.ifca import IFCA
+from fedbayes.algorithms.per_fedavg import PerFedAvg
+from fedbayes.algorithms.pfedme import PFedMe
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
 from fedbayes.models import Normal, from_functions
@@ -339,3 +341,91 @@ def test_personal_models_serve_clients_of_two_kinds_and_the_shared_one_none(make
 def test_bad_settings_get_one_sentence(make, sentence, model):
     with pytest.raises(UserError, match=sentence):
         make(model)
+
+
+# Per-FedAvg
+
+
+def one_step(algorithm, data, w):
+    """Where a client's round of one full-batch step leads from w."""
+    down = algorithm.broadcast(KEY, Server({"w": jnp.asarray(w, jnp.float32)}, jnp.int32(0)))
+    up, local = jax.jit(algorithm.client)(KEY, down, algorithm.init_local(KEY, data), data)
+    return np.asarray(up.params["w"]), np.asarray(local.theta["w"])
+
+
+def same_rows(count=6):
+    """Rows that are all alike, so that both halves of any shuffle have the same loss, with Hessian x xᵀ."""
+    x, y = np.array([1.0, -2.0]), 0.7
+    return x, y, Data(jnp.tile(jnp.asarray(x, jnp.float32), (count, 1)), jnp.full(count, y, jnp.float32), jnp.ones(count, bool))
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+def test_per_fedavg_step_by_hand(first_order):
+    x, y, data = same_rows()
+    w, alpha, beta, hessian = np.array([0.3, 0.4]), 0.1, 0.2, np.outer(x, x)
+    inner = w - alpha * x * (x @ w - y)
+    slope = x * (x @ inner - y)
+    slope = slope if first_order else (np.eye(2) - alpha * hessian) @ slope
+    algorithm = PerFedAvg(line(), alpha=alpha, first_order=first_order, train=Training(batch=100, lr=beta))
+    found, own = one_step(algorithm, data, w)
+    np.testing.assert_allclose(found, w - beta * slope, atol=1e-6)
+    np.testing.assert_allclose(own, found - alpha * x * (x @ found - y), atol=1e-6)
+
+
+def test_per_fedavg_halves_have_the_hessian_of_one_and_the_slope_of_the_other():
+    """Each of the two ways to split two rows is drawn by some key, and the step is that of the split."""
+    x, y, data = line_rows(2)
+    w, alpha, algorithm = np.array([0.3, 0.4]), 0.1, PerFedAvg(line(), alpha=0.1, train=Training(batch=100, lr=0.2))
+    expected = []
+    for first, second in ((0, 1), (1, 0)):
+        inner = w - alpha * x[first] * (x[first] @ w - y[first])
+        slope = (np.eye(2) - alpha * np.outer(x[first], x[first])) @ (x[second] * (x[second] @ inner - y[second]))
+        expected.append(w - 0.2 * slope)
+    found, _ = one_step(algorithm, data, w)
+    assert min(np.abs(found - one).max() for one in expected) < 1e-6
+
+
+def test_per_fedavg_without_a_personal_step_is_fedavg_on_half_the_rows():
+    _, _, data = same_rows()
+    one, _ = one_step(PerFedAvg(line(), alpha=0.0, train=Training(batch=100, lr=0.2)), data, [0.3, 0.4])
+    avg = FedAvg(line(), train=Training(batch=100, lr=0.2))
+    down = avg.broadcast(KEY, Server({"w": jnp.array([0.3, 0.4])}, jnp.int32(0)))
+    up, _ = avg.client(KEY, down, avg.init_local(KEY, data), data)
+    np.testing.assert_allclose(one, up.params["w"], atol=1e-6)
+
+
+# pFedMe
+
+
+def test_pfedme_moves_towards_the_proximal_point():
+    x, y, data = line_rows()
+    A, b, w, lam, eta = x.T @ x / len(y), x.T @ y / len(y), np.array([0.3, 0.4]), 2.0, 0.1
+    theta = np.linalg.solve(A + lam * np.eye(2), b + lam * w)
+    algorithm = PFedMe(line(), lam=lam, K=200, personal_lr=0.1, train=Training(batch=100, lr=eta))
+    found, own = one_step(algorithm, data, w)
+    np.testing.assert_allclose(own, theta, atol=1e-5)
+    np.testing.assert_allclose(found, w - eta * lam * (w - theta), atol=1e-5)
+    down = algorithm.broadcast(KEY, Server({"w": jnp.asarray(w, jnp.float32)}, jnp.int32(0)))
+    adapted = algorithm.adapt(KEY, down, algorithm.init_local(KEY, data), data)
+    np.testing.assert_allclose(adapted.theta["w"], theta, atol=1e-5)  # w is held, so epochs change nothing more
+
+
+def test_pfedme_server_moves_by_beta():
+    algorithm = PFedMe(line(), beta=0.25)
+    server = Server({"w": jnp.array([1.0, 2.0])}, jnp.int32(0))
+    _, _, data = line_rows()
+    up, _ = algorithm.client(KEY, algorithm.broadcast(KEY, server), algorithm.init_local(KEY, data), data)
+    moved = algorithm.server(KEY, server, None, up).params["w"]
+    np.testing.assert_allclose(moved, 0.75 * server.params["w"] + 0.25 * up.params["w"], atol=1e-6)
+
+
+def test_pfedme_and_per_fedavg_refuse_bad_options():
+    for make, word in (
+        (lambda: PFedMe(line(), K=0), "K is 0"),
+        (lambda: PFedMe(line(), lam=-1.0), "lam is -1"),
+        (lambda: PFedMe(line(), train=Training(momentum=0.9)), "momentum"),
+        (lambda: PerFedAvg(line(), alpha=-0.1), "alpha is -0.1"),
+        (lambda: PerFedAvg(line(), adapt_steps=0), "adapt_steps is 0"),
+    ):
+        with pytest.raises(UserError, match=word):
+            make()
