@@ -4,6 +4,7 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --only niw,mixture --data mnist --epochs 1 --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
 
 100 clients with 5 shards each, 10 a round, 100/τ rounds of τ epochs in batches of 50, a network 784-256-10 on standardised
@@ -231,6 +232,27 @@ def cost(rounds: int = 30) -> str:
     return "\n".join(lines)
 
 
+def centralised(seeds: list[int], out: Path) -> str:
+    """One model on all rows together, which no federation can have: as many rows are seen as in the runs with τ = 1."""
+    lines = ["| centralised | global | ECE | personalised | ECE |", "|---|---|---|---|---|"]
+    for data, title in (("mnist", "MNIST"), ("fashion_mnist", "Fashion-MNIST")):
+        found = []
+        for seed in seeds:
+            done = out / f"centralised-{data}-{seed}" / "figures.json"
+            if not done.exists():
+                algorithm = fb.FedAvg(network(data), train=training(1), tune=tuning(RATES[0]))
+                fit = fb.simulate(algorithm, clients(data, seed).pooled(), 10, seed=seed, stances=("global",))
+                everyone = fb.Simulation(fit.simulation.algorithm, clients(data, seed), seed=seed)
+                everyone.state = fit.simulation.state
+                scores = fb.assess(everyone, ("global", "adapted"))
+                done.parent.mkdir(parents=True, exist_ok=True)
+                write(done, json.dumps({stance: figures(scores, stance) for stance in ("global", "adapted")}).encode())
+            found.append(json.loads(done.read_text()))
+        cells = [spread([one[stance][key] for one in found]) for stance in ("global", "adapted") for key in ("accuracy", "ece")]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(METHODS), help="methods, by name, with commas")
@@ -241,12 +263,16 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
+    parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
     if options.scales:
         common.put(PAGE, "scales", scales(options.out))
         return 0
     if options.cost:
         common.put(PAGE, "cost", cost())
+        return 0
+    if options.centralised:
+        common.put(PAGE, "centralised", centralised(options.seeds, options.out))
         return 0
     for seed in options.seeds if not options.table else []:
         for data in options.data:

@@ -6,9 +6,9 @@
 
 A method has twelve tries: its training step size of benchmarks/fedhb.py times 1/3, 1 or 3, and one of four step sizes of
 personalisation (for FedPop, which has none, one of three lengths of its chain). Tries are scored on a fifth of each
-client's training rows, which are not trained on, with seed 0; the test rows have no part in it. The try with the best
-personalised accuracy is then trained on all training rows and tested, with each seed. Each run has a file under --out: what
-is there is not run again.
+client's training rows, which are not trained on, with seed 0 and τ = 1; the test rows have no part in it. The try with the
+best personalised accuracy is then trained on all training rows and tested, with each seed and each τ. Each run has a file
+under --out: what is there is not run again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fitted(algorithm: Any, data: Any, epochs: int, seed: int) -> Any:
     return fb.simulate(algorithm, data, 100 // epochs, cohort=10, seed=seed, stances=("global",))
 
 
-def choose(name: str, data: str, epochs: int, out: Path) -> tuple[float, float]:
+def choose(name: str, data: str, out: Path, epochs: int = 1) -> tuple[float, float]:
     """The factors with the best personalised accuracy on validation rows."""
     done = out / f"choice-{name}-{data}-{epochs}.json"
     tries: dict[str, Any] = json.loads(done.read_text()) if done.exists() else {}
@@ -82,7 +82,7 @@ def choose(name: str, data: str, epochs: int, out: Path) -> tuple[float, float]:
 
 
 def run(name: str, data: str, epochs: int, seed: int, out: Path) -> dict[str, Any]:
-    train, tune = choose(name, data, epochs, out)
+    train, tune = choose(name, data, out)
     done = out / f"test-{name}-{data}-{epochs}-{seed}.json"
     if done.exists():
         return json.loads(done.read_text())

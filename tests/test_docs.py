@@ -55,7 +55,15 @@ def elsewhere(tmp_path, monkeypatch):
 
 # your-data.md is run by test_data_sources.py.
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/contract.md", "docs/evaluation.md", "docs/hierarchical-bayes.md", "docs/new-clients.md"]
+    "page",
+    [
+        "README.md",
+        "docs/contract.md",
+        "docs/evaluation.md",
+        "docs/hierarchical-bayes.md",
+        "docs/new-clients.md",
+        "docs/uncertainty.md",
+    ],
 )
 def test_python_runs(page):
     found = [block for block in blocks(page, "python") if not block.startswith(NOT_RUN)]

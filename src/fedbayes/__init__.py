@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedbayes.silo_fit import SiloFit
     from fedbayes.simulator import Simulation
     from fedbayes.stances import assess
+    from fedbayes.tempered import Tempered
     from fedbayes.training import Training
     from fedbayes.variational import Family
 
@@ -87,6 +88,7 @@ _WHERE = {
     "Simulation": "simulator",
     "Stack": "algorithm",
     "Sum": "algorithm",
+    "Tempered": "tempered",
     "Training": "training",
     "Unlabelled": "algorithms.fedbe",
     "UserError": "errors",
@@ -134,6 +136,7 @@ __all__ = [
     "Simulation",
     "Stack",
     "Sum",
+    "Tempered",
     "Training",
     "Unlabelled",
     "UserError",

@@ -153,6 +153,9 @@ def put_back(tree: Any, part: Any, place: Any) -> Any:
 
 def up_of(algorithm: AnyAlgorithm) -> Any:
     """The class `Up` that the algorithm names as the last of its type parameters."""
+    inner = getattr(algorithm, "algorithm", None)
+    if isinstance(inner, Algorithm):
+        return up_of(inner)  # what wraps another algorithm sends what that one sends
     for base in type(algorithm).__orig_bases__:  # type: ignore[attr-defined]
         if getattr(base, "__origin__", None) is Algorithm:
             return base.__args__[3]

@@ -102,14 +102,43 @@ def predictive(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> Float[Ar
     return jnp.mean(probabilities(likelihood, draws), axis=0)
 
 
+class Uncertainty(NamedTuple):
+    """Of each row: all of it, the part that more data would leave, and the part that it would take away.
+
+    Entropies in nats for labels, variances for a number.
+    """
+
+    total: Float[Array, " n"]
+    aleatoric: Float[Array, " n"]
+    epistemic: Float[Array, " n"]
+
+
+def uncertainty(likelihood: Likelihood, draws: Float[Array, "s n k"]) -> Uncertainty:
+    """How sure S draws are of each row, and why not.
+
+    >>> from fedbayes.models import Bernoulli
+    >>> agree, differ = jnp.array([[[0.0]], [[0.0]]]), jnp.array([[[-20.0]], [[20.0]]])
+    >>> [round(float(part[0]), 3) for part in uncertainty(Bernoulli(), agree)]  # a fair coin
+    [0.693, 0.693, 0.0]
+    >>> [round(float(part[0]), 3) for part in uncertainty(Bernoulli(), differ)]  # sure, but not of which
+    [0.693, 0.0, 0.693]
+    """
+    if is_numeric(likelihood):
+        _, total, epistemic = moments(likelihood, draws)
+        return Uncertainty(total, total - epistemic, epistemic)
+    each = probabilities(likelihood, draws)
+    total = _entropy(jnp.mean(each, axis=0))
+    epistemic = jnp.maximum(total - jnp.mean(_entropy(each), axis=0), 0.0)
+    return Uncertainty(total, total - epistemic, epistemic)
+
+
 def _labels(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]:
     each = probabilities(likelihood, draws)
     mixture = jnp.mean(each, axis=0)
     confidence, guess = jnp.max(mixture, axis=-1), jnp.argmax(mixture, axis=-1)
     hits = (guess == y.astype(guess.dtype)).astype(jnp.float32)
     truth = jax.nn.one_hot(y.astype(jnp.int32), mixture.shape[-1])
-    total = _entropy(mixture)
-    epistemic = jnp.maximum(total - jnp.mean(_entropy(each), axis=0), 0.0)
+    total, _, epistemic = uncertainty(likelihood, draws)
     # Bins (0, 1/15], (1/15, 2/15], …: a confidence on an edge belongs to the bin below it.
     place = jnp.clip(jnp.ceil(confidence * BINS).astype(jnp.int32) - 1, 0, BINS - 1)
     return 1 - hits, jnp.sum((mixture - truth) ** 2, axis=-1), total, epistemic, place, confidence, hits

@@ -20,8 +20,8 @@ from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
-from fedbayes.evaluate import predictive
-from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint
+from fedbayes.evaluate import Uncertainty, predictive, uncertainty
+from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint, title
 from fedbayes.simulator import Diverged, Round, Simulation
 from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
 from fedbayes.states import States
@@ -72,6 +72,10 @@ class Fit:
         """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
         return predictive(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
 
+    def uncertainty(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Uncertainty:
+        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
+        return uncertainty(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
+
     def adapt(self, x: Any, y: Any = None) -> Personal:
         """A personal model for somebody's rows, who need not be among the clients.
 
@@ -121,6 +125,10 @@ class Personal:
     def predict(self, x: Any) -> Float[Array, "n c"]:
         """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
         return predictive(likelihood_of(self.fit.simulation.algorithm), self.draws(x))
+
+    def uncertainty(self, x: Any) -> Uncertainty:
+        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
+        return uncertainty(likelihood_of(self.fit.simulation.algorithm), self.draws(x))
 
 
 def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -227,7 +235,7 @@ def simulate_clients(
     algorithm = algorithm.planned(rounds, **data.facts)
     settings: dict[str, Any] = {
         "fedbayes": __version__,
-        "algorithm": type(algorithm).__name__,
+        "algorithm": title(algorithm),
         "options": describe(algorithm),
         "rounds": rounds,
         "cohort": cohort,

@@ -169,6 +169,12 @@ def describe(config: Any) -> Any:
     return config if isinstance(config, str | int | float | bool | None) else repr(config)
 
 
+def title(algorithm: AnyAlgorithm) -> str:
+    """The algorithm's name, with that of the one that it wraps."""
+    inner = getattr(algorithm, "algorithm", None)
+    return type(algorithm).__name__ + ("" if inner is None else f" {title(inner)}")
+
+
 def fingerprint(algorithm: AnyAlgorithm, data: Clients) -> str | None:
     """A digest of the algorithm's network as a program, constants and all, so that a run is not resumed with another one.
 

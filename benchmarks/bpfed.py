@@ -1,0 +1,377 @@
+"""BPFed's Tables I and II, its convergence, its novel clients (Chen et al. 2023, section VI). `--help` says how.
+
+    FEDBAYES_DATA=… python benchmarks/bpfed.py                                   all methods, both sets and sizes, seeds 0, 1, 2
+    FEDBAYES_DATA=… python benchmarks/bpfed.py --only bpfed,fedper --data mnist --sizes small --seeds 0
+    FEDBAYES_DATA=… python benchmarks/bpfed.py --novel                           a new client, over the number of its rows
+    FEDBAYES_DATA=… python benchmarks/bpfed.py --cost                            a mean-field step over a deterministic one
+    FEDBAYES_DATA=… python benchmarks/bpfed.py --table                           only write what there is
+
+Ten clients have five of ten labels each, client i those from i to i + 4; of each label 50 rows train and 950 test (small) or
+900 train and 300 test (large), all ten in each round. Rounds are 10 epochs of Adam at 1e-3 in batches of 50, except where a
+method has its own optimiser; pFedBayes has 20 minibatches with five steps each, as in its paper. The network is 784-100-10.
+Figures are of the personal models, pooled over test rows; every client has as many. A seed is that of the split and the
+start. Each run has a folder under --out: what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import spread
+from fedhb_mnist import PIXELS
+from sklearn.metrics import roc_auc_score
+
+import fedbayes as fb
+from fedbayes.algorithm import Data
+from fedbayes.evaluate import Score, metrics, score
+from fedbayes.models import Categorical, Model, mlp
+from fedbayes.report.calibration import pooled, reliability
+from fedbayes.runs import write
+from fedbayes.training import descend, mean_loss
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results" / "bpfed.md"
+SIZES = {"small": (50, 950), "large": (900, 300)}
+"""Rows of each label of a client: training, test."""
+ROUNDS = {"small": (100, 10), "large": (20, 2)}
+"""Rounds, and how often every client is scored."""
+TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+ADAM = fb.Training(10, "adam", 50, lr=0.001)
+TUNE = fb.Training(20, "adam", 50, lr=0.001)
+
+
+def pfedbayes(model: Model, size: str) -> Any:
+    """20 minibatches: four epochs of 250 rows; the large set has 90 minibatches an epoch, of which it takes one."""
+    return fb.PFedBayes(model, train=dataclasses.replace(ADAM, epochs=4 if size == "small" else 1), tune=TUNE)
+
+
+METHODS = {
+    "bpfed": lambda model, size: fb.BPFed(model, train=ADAM, tune=TUNE),
+    "pfedbayes": pfedbayes,
+    "fedsoul": lambda model, size: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=ADAM),
+    "fedper": lambda model, size: fb.FedPer(model, train=ADAM, tune=TUNE),
+    "fedrep": lambda model, size: fb.FedRep(model, head=ADAM, train=dataclasses.replace(ADAM, epochs=1), tune=TUNE),
+    "lg-fedavg": lambda model, size: fb.LGFedAvg(model, train=ADAM, tune=TUNE),
+    "per-fedavg": lambda model, size: fb.PerFedAvg(model, alpha=0.01, train=fb.Training(10, batch=50, lr=0.1)),
+    "pfedme": lambda model, size: fb.PFedMe(model, train=fb.Training(10, batch=50, lr=0.01)),
+    "fedavg": lambda model, size: fb.FedAvg(model, train=ADAM, tune=TUNE),
+    "fedper-tempered": lambda model, size: fb.Tempered(fb.FedPer(model, train=ADAM, tune=TUNE)),
+}
+LABELS = dict(
+    zip(
+        METHODS,
+        [
+            "BPFed",
+            "pFedBayes",
+            "FedSOUL",
+            "FedPer",
+            "FedRep",
+            "LG-FedAvg",
+            "Per-FedAvg",
+            "pFedMe",
+            "FedAvg",
+            "FedPer, tempered",
+        ],
+        strict=True,
+    )
+)
+PUBLISHED = {
+    ("mnist", "small"): {"fedper": 93.9, "fedrep": 94.8, "lg-fedavg": 91.6, "pfedbayes": 94.4, "bpfed": 93.6},
+    ("mnist", "large"): {"fedper": 98.5, "fedrep": 98.6, "lg-fedavg": 97.2, "pfedbayes": 98.2, "bpfed": 98.6},
+    ("fashion_mnist", "small"): {"fedper": 88.3, "fedrep": 88.2, "lg-fedavg": 86.4, "pfedbayes": 88.0, "bpfed": 88.1},
+    ("fashion_mnist", "large"): {"fedper": 95.4, "fedrep": 95.7, "lg-fedavg": 95.6, "pfedbayes": 95.0, "bpfed": 96.2},
+}
+"""Accuracy of the personal model, best of 800 rounds, from the authors' saved curves."""
+PUBLISHED_ECE = {
+    ("mnist", "small"): {"bpfed": 4.4, "pfedbayes": 4.7, "fedsoul": 6.2},
+    ("mnist", "large"): {"bpfed": 1.2, "pfedbayes": 1.4, "fedsoul": 1.9},
+    ("fashion_mnist", "small"): {"bpfed": 8.9, "pfedbayes": 9.2, "fedsoul": 9.7},
+    ("fashion_mnist", "large"): {"bpfed": 6.6, "pfedbayes": 7.1, "fedsoul": 7.8},
+}
+"""Table II; its "19" for FedSOUL on large MNIST is read as 1.9."""
+
+
+@functools.cache
+def clients(data: str, size: str, seed: int) -> fb.data.Clients:
+    """Ten clients with five labels each; a row belongs to one client at most."""
+    whole = fb.data.load(data, partition="iid", clients=1)
+    train, test = SIZES[size]
+    x, y = whole.x, whole.y
+    generator, owner, is_test = np.random.default_rng(seed), np.full(len(y), -1), np.zeros(len(y), bool)
+    for label in range(10):
+        places = generator.permutation(np.flatnonzero(y == label))
+        for number in range(5):
+            mine = places[number * (train + test) : (number + 1) * (train + test)]
+            owner[mine], is_test[mine[train:]] = (label - number) % 10, True
+    names = [str(number) for number in range(10)]
+    return fb.data.Clients.build(x, y, owner, names=names, is_test=is_test, name=f"{data}-{size}")
+
+
+def network(data: str) -> Model:
+    mean, deviation = PIXELS[data]
+    return mlp((28, 28), Categorical(10), (100,), shift=255 * mean, scale=255 * deviation)
+
+
+def found_in(evaluation: Any, stance: str = "personal") -> dict[str, float]:
+    group = evaluation.summary()[stance]["participating"]
+    return {name: group[name]["rows"] for name in ("accuracy", "log_score", "brier", "ece", "mce", "mutual_information")}
+
+
+def strangers(fit: Any, data: str, seed: int) -> float:
+    """AUROC of telling rows of the other set from test rows by mutual information, mean over clients."""
+    other = clients({"mnist": "fashion_mnist", "fashion_mnist": "mnist"}[data], "small", seed)
+    areas = []
+    for name in fit.simulation.data.names:
+        own, _ = fit.simulation.data.rows(str(name), "test")
+        foreign, _ = other.rows(str(name), "test")
+        rows = np.concatenate([own[:1000], foreign[:1000]])
+        doubt = fit.uncertainty(rows, str(name))
+        kind = doubt.epistemic if float(doubt.epistemic.max()) > 0 else doubt.total  # a point has no epistemic part
+        areas.append(roc_auc_score(np.arange(len(rows)) >= len(own[:1000]), np.asarray(kind)))
+    return float(np.mean(areas))
+
+
+def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]:
+    folder = out / f"{name}-{data}-{size}-{seed}"
+    done = folder / "figures.json"
+    if done.exists():
+        return json.loads(done.read_text())
+    rounds, every = ROUNDS[size]
+    began = time.perf_counter()
+    fit = fb.simulate(
+        METHODS[name](network(data), size),
+        clients(data, size, seed),
+        rounds,
+        seed=seed,
+        stances=("personal",),
+        evaluate_every=every,
+        folder=folder,
+        resume=True,
+    )
+    curve = [
+        (entry["round"], entry["evaluation"]["personal"]["participating"]["accuracy"]["rows"])
+        for entry in fit.history
+        if "evaluation" in entry
+    ]
+    bins = pooled(fit.evaluation.scores["personal"])
+    found = {
+        **found_in(fit.evaluation),
+        "best": max(accuracy for _, accuracy in curve),
+        "curve": curve,
+        "auroc": strangers(fit, data, seed),
+        "score": {key: np.asarray(value).tolist() for key, value in bins._asdict().items()},
+        "seconds": time.perf_counter() - began,
+    }
+    write(done, json.dumps(found, indent=2).encode())
+    return found
+
+
+def read(out: Path, name: str, data: str, size: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}-{data}-{size}-[0-9]/figures.json"))]
+
+
+def tables(out: Path) -> str:
+    lines = ["| | | " + " | ".join(LABELS.values()) + " |", "|---" * (len(LABELS) + 2) + "|"]
+    rows = (
+        ("accuracy", "accuracy, last round", 100, 2),
+        ("best", "accuracy, best round", 100, 2),
+        ("ece", "ECE, %", 100, 2),
+        ("mce", "MCE, %", 100, 1),
+        ("brier", "Brier score", 1, 4),
+        ("log_score", "log score", 1, 3),
+        ("auroc", "AUROC, other set", 1, 3),
+    )
+    for data, title in TITLES.items():
+        for size in SIZES:
+            found = {name: read(out, name, data, size) for name in METHODS}
+            for key, what, times, digits in rows:
+                cells = [spread([times * one[key] for one in runs], digits) for runs in found.values()]
+                lines.append(f"| {title}, {size} | {what} | " + " | ".join(cells) + " |")
+                paper = {"best": PUBLISHED, "ece": PUBLISHED_ECE}.get(key, {}).get((data, size))
+                if paper:
+                    cells = [str(paper.get(name, "")) for name in METHODS]
+                    lines.append("| | published | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def pictures(out: Path) -> None:
+    """Reliability of MNIST's personal models (Figure 6), and accuracy over rounds (Figures 3 and 4)."""
+    from matplotlib.figure import Figure  # noqa: TID251
+
+    shown: dict[str, Score] = {}
+    for size in SIZES:
+        for name in ("bpfed", "pfedbayes", "fedper"):
+            if runs := read(out, name, "mnist", size):
+                shown[f"{LABELS[name]}, {size}"] = Score(**{key: np.asarray(v) for key, v in runs[0]["score"].items()})
+    if shown:
+        reliability(shown).savefig(ROOT / "docs" / "images" / "bpfed-reliability.png", dpi=100)
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    for axes, (data, size) in zip(figure.subplots(2, 2).flat, [(d, s) for d in TITLES for s in SIZES], strict=True):
+        for name, label in LABELS.items():
+            if runs := read(out, name, data, size):
+                curves = np.array([[value for _, value in one["curve"]] for one in runs])
+                axes.plot([number for number, _ in runs[0]["curve"]], 100 * curves.mean(axis=0), label=label, linewidth=1.3)
+        axes.set_title(f"{TITLES[data]}, {size}", fontsize=9, loc="left")
+        axes.set_ylabel("accuracy, %")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[1].legend(frameon=False, fontsize=7, ncols=2)
+    figure.savefig(ROOT / "docs" / "images" / "bpfed-curves.png", dpi=100)
+
+
+COUNTS = (5, 10, 20, 50, 100)
+"""Rows of a new client."""
+
+
+def novel(data: str, size: str, seeds: list[int], out: Path) -> str:
+    """Nine clients train; the tenth adapts to few rows. Beside it, training alone. With the picture."""
+    from matplotlib.figure import Figure  # noqa: TID251
+
+    names = ("bpfed", "fedper", "fedrep", "alone")
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for seed in seeds:
+        for name in names:
+            done = out / f"novel-{name}-{data}-{size}-{seed}.json"
+            if not done.exists():
+                done.parent.mkdir(parents=True, exist_ok=True)
+                write(done, json.dumps(newcomer(name, data, size, seed), indent=2).encode())
+            for count, figures in json.loads(done.read_text()).items():
+                found.setdefault((name, int(count)), []).append(figures)
+            print(f"{name} {data} {size} seed {seed} done", file=sys.stderr, flush=True)
+    labels = {**LABELS, "alone": "alone"}
+    lines = ["| rows | " + " | ".join(f"{labels[name]}: accuracy, ECE" for name in names) + " |", "|---" * 5 + "|"]
+    for count in COUNTS:
+        cells = [
+            spread([100 * one["accuracy"] for one in found[name, count]])
+            + ", "
+            + spread([100 * one["ece"] for one in found[name, count]])
+            for name in names
+        ]
+        lines.append(f"| {count} | " + " | ".join(cells) + " |")
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, key, title in zip(
+        figure.subplots(1, 2), ("accuracy", "ece"), ("accuracy, %", "calibration error, %"), strict=True
+    ):
+        for name in names:
+            values = np.array([[100 * one[key] for one in found[name, count]] for count in COUNTS])
+            axes.errorbar(COUNTS, values.mean(axis=1), values.std(axis=1), marker="o", capsize=2, label=labels[name])
+        axes.set_xscale("log")
+        axes.set_xticks(COUNTS, [str(count) for count in COUNTS])
+        axes.set_xlabel("rows of the new client")
+        axes.set_ylabel(title)
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(ROOT / "docs" / "images" / f"bpfed-novel-{data}.png", dpi=100)
+    return "\n".join(lines)
+
+
+def newcomer(name: str, data: str, size: str, seed: int) -> dict[int, dict[str, float]]:
+    """Accuracy and ECE of a client that was held out, by how many rows it adapts to, in 100 epochs."""
+    whole = clients(data, size, seed).hold_out(1, seed)
+    mine = str(whole.names[whole.unseen][0])
+    x, y = whole.rows(mine)
+    test_x, test_y = whole.rows(mine, "test")
+    places = np.random.default_rng(seed).permutation(len(y))
+    found = {}
+    method = METHODS["fedper" if name == "alone" else name](network(data), size)
+    fit = fb.simulate(method, whole, 1 if name == "alone" else ROUNDS[size][0] // 2, seed=seed, stances=("personal",))
+    for count in COUNTS:
+        steps = fb.Training(100, "adam", 50, lr=0.001)
+        rows = Data(jnp.asarray(x[places[:count]]), jnp.asarray(y[places[:count]]), jnp.ones(count, bool))
+        if name == "alone":
+            model = network(data)
+            w = model.init(jax.random.key(seed))
+            w, _ = descend(model, lambda w, _, batch: mean_loss(model, w, batch), w, steps, 1e-3, jax.random.key(0), rows)  # noqa: B023
+            outputs = model.apply(w, jnp.asarray(test_x))[None]
+        else:
+            fit.simulation.algorithm = dataclasses.replace(fit.simulation.algorithm, tune=steps)
+            outputs = fit.adapt(x[places[:count]], y[places[:count]]).draws(test_x)
+        figures = metrics(score(Categorical(10), outputs, jnp.asarray(test_y), jnp.ones(len(test_y), bool)), numeric=False)
+        found[count] = {key: float(figures[key]) for key in ("accuracy", "ece", "log_score")}
+    return found
+
+
+def cost() -> str:
+    """A round of BPFed over one of FedPer, same network and steps, in turns within one run."""
+    data = clients("mnist", "small", 0)
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([0], 250))
+    lines = ["| network | mean-field over deterministic, drawn weights | with local reparametrisation |", "|---|---|---|"]
+    networks = {
+        "784-100-10": network("mnist"),
+        "784-256-10": mlp((28, 28), Categorical(10), (256,)),
+        "cnn": fb.models.cnn((28, 28), Categorical(10), (8, 16), (32,)),
+    }
+    for title, model in networks.items():
+        train = dataclasses.replace(ADAM, epochs=4)
+        methods = [fb.FedPer(model, train=train)]
+        methods += [fb.BPFed(model, train=train, reinforce=False, local_reparametrisation=local) for local in (False, True)]
+        rounds = [prepared(method, rows) for method in methods]
+        times: list[list[float]] = [[] for _ in methods]
+        for _ in range(25):
+            for one, seconds in zip(rounds, times, strict=True):
+                began = time.perf_counter()
+                jax.block_until_ready(one())
+                seconds.append(time.perf_counter() - began)
+        base = np.array(times[0])
+        cells = []
+        for seconds in times[1:]:
+            low, middle, high = np.quantile(np.array(seconds) / base, [0.25, 0.5, 0.75])
+            cells.append(f"{middle:.2f} (quartiles {low:.2f}–{high:.2f})")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def prepared(method: Any, rows: Data) -> Any:
+    key = jax.random.key(0)
+    down, local = method.broadcast(key, method.init_server(key)), method.init_local(key, rows)
+    client = jax.jit(method.client)
+    jax.block_until_ready(client(key, down, local, rows))
+    return lambda: client(key, down, local, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(METHODS), help="methods, by name, with commas")
+    parser.add_argument("--data", nargs="+", default=list(TITLES))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/bpfed"), help="folder of the runs")
+    parser.add_argument("--novel", action="store_true", help="a new client, over the number of its rows")
+    parser.add_argument("--cost", action="store_true", help="a mean-field step over a deterministic one")
+    parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
+    options = parser.parse_args()
+    if options.cost:
+        common.put(PAGE, "cost", cost())
+        return 0
+    if options.novel:
+        for data in options.data:
+            common.put(PAGE, f"novel-{data}", novel(data, options.sizes[0], options.seeds, options.out))
+        return 0
+    for seed in options.seeds if not options.table else []:
+        for size in options.sizes:
+            for data in options.data:
+                for name in options.only.split(","):
+                    found = run(name, data, size, seed, options.out)
+                    print(
+                        f"{name} {data} {size} seed {seed}: accuracy {100 * found['accuracy']:.2f} (best "
+                        f"{100 * found['best']:.2f}), ECE {100 * found['ece']:.2f}, log score {found['log_score']:.3f}, "
+                        f"AUROC {found['auroc']:.3f}, {found['seconds']:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    common.put(PAGE, "tables", tables(options.out))
+    pictures(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    common.command(main)
