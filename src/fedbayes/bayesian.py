@@ -58,6 +58,7 @@ def loss(
 def follow(
     model: Model,
     Q: Callable[[MeanField, MeanField, PRNGKeyArray, Data], Float[Array, ""]],
+    divergence: Callable[[MeanField, MeanField], Float[Array, ""]],
     q: MeanField,
     w: MeanField,
     training: Training,
@@ -68,9 +69,9 @@ def follow(
     *,
     fixed: bool = False,
 ) -> tuple[MeanField, MeanField, Float[Array, ""]]:
-    """For each minibatch `steps` steps of q on Q(q, w, key, minibatch), then one of w, the prior, on what of Q depends on it.
+    """For each minibatch `steps` steps of q on Q(q, w, key, minibatch), then one of w on divergence(q, w): it follows q.
 
-    That is KL(q ‖ w), so the prior follows q, unless it is `fixed`. Each has its own optimiser. Returns both and the mean of Q.
+    With `fixed`, w stays. Each has its own optimiser. Returns both and the mean of Q.
     """
     optimiser = training.build(lr, model)
 
@@ -89,7 +90,7 @@ def follow(
 
         q, of_q, value = jax.lax.fori_loop(0, steps, inner, (q, of_q, jnp.float32(0)))
         if not fixed:
-            w, of_w = move(w, jax.grad(Q, 1)(q, w, key, batch), of_w)
+            w, of_w = move(w, jax.grad(divergence, 1)(q, w), of_w)
         return q, w, of_q, of_w, total + value, count + 1
 
     start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))

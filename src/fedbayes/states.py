@@ -52,9 +52,13 @@ class States(Generic[Local]):
 
     def commit(self, round: int) -> None:
         """Put the states up to `round` on the disk; a checkpoint of that round may be written after this."""
+        self.sync()
+        self._committed = round
+
+    def sync(self) -> None:
+        """Put what was written on the disk; the checkpoint stays where it is."""
         os.fsync(self._states.fileno())
         os.fsync(self._tags.fileno())
-        self._committed = round
 
     def get(self, ids: np.ndarray, slots: int | None = None) -> Local:
         """The states of some clients, stacked, padded with `fresh` to `slots` of them."""

@@ -7,7 +7,7 @@ every run of the algorithm and not for one that was watched.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,6 +119,11 @@ def unpack(content: bytes, template: Any, what: str, *, finite: bool = False) ->
         arrays = safetensors.numpy.load(content)
     except (safetensors.SafetensorError, ValueError, KeyError) as problem:
         raise UserError(f"{what} cannot be read ({problem}); it is damaged or not a fedbayes file") from None
+    return assemble(arrays, template, what, finite=finite)
+
+
+def assemble(arrays: Mapping[str, np.ndarray], template: Any, what: str, *, finite: bool = False) -> Any:
+    """The pytree of arrays by path, checked against a template's names, shapes and dtypes (and finite values)."""
     expected = trees.named(template)
     if missing := sorted(set(expected) - set(arrays)):
         raise UserError(f"{what} lacks {', '.join(missing)}; it was written for another algorithm or network")

@@ -4,7 +4,7 @@
     prior π_i of round t:   the shared part as it was broadcast, ζ^t, and the personal part of its last round, η_i^{t−1}
     client:  for each minibatch, a step of q = N(μ_η, σ_η²) N(μ_ζ, σ_ζ²), both parts together, on
              Q_i = −n/b 1/M Σ_j Σ_m log p(D_i^j | φ_m, θ_m) + KL(q ‖ π_i),   φ_m, θ_m ~ q            (8–10)
-             then one of a copy of the prior on KL(q ‖ π_i) alone, so that it follows q               (11)
+             then one of a copy of π_i on the divergence alone, KL(q ‖ copy), so that it follows q    (11)
              what it keeps of η_i and sends of ζ_i is that copy
     server:  ζ^{t+1} = 1/S Σ_i ζ_i,  means and deviations alike
     adapt:   the personal part alone is fitted to the client's rows, under ζ
@@ -16,7 +16,8 @@ the other averages are options.
 
 With ρ = −200 no deviation is left, and with kl = 0 the rest is FedPer; with `alternate`, FedRep; with the split turned round,
 LG-FedAvg. The paper does not say which parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on
-(11) would undo the one on (10); here it is as in pFedBayes, on which (11) is modelled, and the KL-stepped copy is returned.
+(11) would undo the one on (10); if the prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the
+prior in (10) does not, and the copy is returned.
 
 Reference:
     Chen, Liu, Cao, Zhang. Bayesian personalized federated learning with shared and personalized uncertainty
@@ -179,13 +180,16 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
         """Epochs on the moving part; what is fixed has no divergence that could change. The loss is (10), divided by n."""
         n = jnp.maximum(rows(data), 1)
 
-        def Q(moving: MeanField, prior: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+        def divergence(moving: MeanField, prior: MeanField) -> Float[Array, ""]:
+            return self.kl / n * gaussian.kl(moving, prior)
+
+        def Q(moving: MeanField, _: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             q = moving if fixed is None else _merge(moving, fixed)
             fit = bayesian.loss(self.model, key, q, batch, self.M, local=self.local_reparametrisation)
-            return fit + self.kl / n * gaussian.kl(moving, prior) if self.kl else fit
+            return fit + divergence(moving, prior) if self.kl else fit
 
         reinforce = self.kl > 0 and self.reinforce
-        q, copy, loss = bayesian.follow(self.model, Q, moving, prior, training, lr, key, data, fixed=not reinforce)
+        q, copy, loss = bayesian.follow(self.model, Q, divergence, moving, prior, training, lr, key, data, fixed=not reinforce)
         return copy if reinforce else q, loss
 
     def _sent(self, zeta: MeanField) -> Pair:

@@ -145,8 +145,11 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
         batch = min(training.batch, data.mask.shape[0])
         share = self.zeta / jnp.maximum(jnp.ceil(rows(data) / batch), 1)
 
+        def divergence(q: MeanField, w: MeanField) -> Float[Array, ""]:
+            return share * gaussian.kl(q, w)
+
         def Q(q: MeanField, w: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             fit = bayesian.loss(self.model, key, q, batch, local=self.local_reparametrisation)
-            return rows(batch) * fit + share * gaussian.kl(q, w)
+            return rows(batch) * fit + divergence(q, w)
 
-        return bayesian.follow(self.model, Q, q, w, training, lr, key, data, self.personal_steps, fixed=fixed)
+        return bayesian.follow(self.model, Q, divergence, q, w, training, lr, key, data, self.personal_steps, fixed=fixed)

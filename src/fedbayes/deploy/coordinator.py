@@ -1,0 +1,246 @@
+"""The server's side of a run, without a network: whom to ask, what to accept, how to go on.
+
+A round asks its sites, waits until all have answered or its patience ends, checks each answer against what the algorithm
+declares, and adds it to a running sum, so that one answer at a time is in memory. Who sends something else is named in the log
+and not counted. After each round the state is on the disk; a run that is started again goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbayes import keys, reduce, trees, wire
+from fedbayes.cohort import broadcast, server_step
+from fedbayes.deploy.experiment import Experiment
+from fedbayes.errors import UserError
+from fedbayes.evaluate import Score, is_numeric, summary
+from fedbayes.runs import SCHEMA, describe, title, write
+from fedbayes.stances import likelihood_of, no_scores
+
+log = logging.getLogger("fedbayes")
+PAUSE = 0.5
+"""Seconds between two looks at who can be reached."""
+
+
+class Request(NamedTuple):
+    """What goes to a site: which kind of message, some facts, and arrays by name."""
+
+    kind: str
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Reply(NamedTuple):
+    """What comes back: facts and arrays by name, or why there are none."""
+
+    site: int
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    problem: str | None = None
+
+
+class Post(Protocol):
+    """How messages travel."""
+
+    def sites(self) -> list[int]:
+        """The numbers of the sites that can be reached now."""
+
+    def ask(self, requests: Mapping[int, Request], patience: float) -> Iterator[Reply]:
+        """Send each site its request and give the replies as they come, one at a time, until all are there or time is up."""
+
+
+class Refused(UserError):
+    """An answer that does not count."""
+
+
+class Coordinator:
+    """An experiment's server: its state, the round that it has reached, and what it counted of whom.
+
+    Args:
+        experiment: What the sites have too.
+        folder: Where the run is kept; one that holds this experiment's run goes on.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path | str) -> None:
+        self.experiment, self.folder = experiment, Path(folder)
+        self.state, self.round = experiment.server, 0
+        self.counted = dict.fromkeys(range(experiment.sites), 0)
+        self.run = secrets.token_hex(8)
+        self.history: list[dict[str, Any]] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "checkpoint.safetensors").exists():
+            self._restore()
+
+    def finish(self, post: Post) -> dict[str, Any]:
+        """All rounds that are left, then every site's score; gives the result, which is in result.json too."""
+        if self.round:
+            log.info("going on after round %d", self.round)
+        while self.round < self.experiment.rounds:
+            self.step(post)
+        return self.conclude(post)
+
+    def step(self, post: Post) -> None:
+        """One round. Fewer answers than the minimum leave everything as it was, and the round is tried again."""
+        round = self.round + 1
+        key = keys.of_round(self.experiment.seed, round)
+        down = broadcast(self.experiment.algorithm, key, self.state)
+        cohort = self.chosen(round)
+        least = min(self.experiment.minimum or len(cohort), len(cohort))
+        present = self._present(post, cohort, least)
+        if len(present) < least:
+            raise UserError(
+                f"round {round} needs {least} of sites {_list(cohort)}, but only {_list(present) or 'none'} can be reached; "
+                "start the others, or lower `minimum`"
+            )
+        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
+        requests = {n: Request("round", self._facts(round, n), arrays) for n in present}
+        partial, stacks, answered = None, {}, []
+        for reply in post.ask(requests, self.experiment.patience):
+            try:
+                if reply.site not in requests or reply.site in answered:
+                    raise Refused("an answer that nobody asked for")
+                up = self._accept(reply, round)
+            except UserError as problem:
+                log.warning("round %d: the answer of site %d is refused: %s", round, reply.site, problem)
+                continue
+            up = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], up)
+            partial = reduce.add(reduce.empty(self.experiment.up) if partial is None else partial, up, jnp.ones(1))
+            stacks[reply.site] = reduce.stacked(up)
+            answered.append(reply.site)
+        if missing := sorted(set(cohort) - set(answered)):
+            log.warning("round %d: sites %s are not counted", round, _list(missing))
+        if partial is None or len(answered) < least:
+            raise UserError(
+                f"round {round}: {len(answered)} of {len(cohort)} sites gave an answer that counts, but {least} are needed; "
+                "the state after the round before is kept"
+            )
+        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(stacks[number] for number in sorted(stacks)))
+        state, metrics, fine = server_step(self.experiment.algorithm, key, self.state, down, partial, stacked)
+        if not bool(fine):
+            raise UserError(f"round {round}: the server's state is no longer finite; try a smaller step size")
+        self.state, self.round = state, round
+        for number in answered:
+            self.counted[number] = round
+        self.history.append({"round": round, "sites": sorted(answered), **{k: float(v) for k, v in metrics.items()}})
+        self._checkpoint()
+        log.info("round %d of %d: sites %s", round, self.experiment.rounds, _list(sorted(answered)))
+
+    def conclude(self, post: Post) -> dict[str, Any]:
+        """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
+        down = broadcast(self.experiment.algorithm, keys.of_round(self.experiment.seed, self.round + 1), self.state)
+        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
+        requests = {number: Request("score", self._facts(self.round, number), arrays) for number in post.sites()}
+        networked = self.experiment.networked
+        stances = self.experiment.stances if networked else ()
+        scores = {stance: no_scores(self.experiment.sites) for stance in stances}
+        scored = []
+        for reply in post.ask(requests, self.experiment.patience):
+            try:
+                if reply.problem is not None:
+                    raise Refused(reply.problem)
+                template = {stance: jax.tree.map(lambda leaf: leaf[0], scores[stance]) for stance in stances}
+                found = wire.assemble(reply.arrays, template, "the score", finite=True) if reply.arrays else {}
+            except UserError as problem:
+                log.warning("the score of site %d is refused: %s", reply.site, problem)
+                continue
+            scored.append(reply.site)
+            for stance, one in found.items():
+                for column, value in zip(scores[stance], one, strict=True):
+                    column[reply.site] = value
+        result: dict[str, Any] = {
+            "schema": SCHEMA,
+            "algorithm": title(self.experiment.algorithm),
+            "options": describe(self.experiment.algorithm),
+            "rounds": self.round,
+            "seed": self.experiment.seed,
+            "run": self.run,
+            "sites": sorted(scored),
+            "counted": {str(number): last for number, last in self.counted.items()},
+        }
+        if networked:
+            numeric = is_numeric(likelihood_of(self.experiment.algorithm))
+            result["metrics"] = {stance: {"participating": summary(Score(*one), numeric)} for stance, one in scores.items()}
+        write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
+        return result
+
+    def chosen(self, round: int) -> list[int]:
+        """The sites of a round, as the simulator draws them."""
+        everyone = np.arange(self.experiment.sites)
+        cohort = self.experiment.cohort or len(everyone)
+        if cohort == len(everyone):
+            return everyone.tolist()
+        draw = np.random.default_rng([self.experiment.seed, round])
+        return np.sort(draw.choice(everyone, cohort, replace=False)).tolist()
+
+    def _present(self, post: Post, cohort: list[int], least: int) -> list[int]:
+        """The sites of a cohort that can be reached; where they are too few, after waiting for more."""
+        end = time.monotonic() + self.experiment.patience
+        while True:
+            present = sorted(set(cohort) & set(post.sites()))
+            if len(present) >= least or time.monotonic() > end:
+                return present
+            time.sleep(PAUSE)
+
+    def _facts(self, round: int, number: int) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "round": round,
+            "site": number,
+            "counted": self.counted[number],
+            "fingerprint": self.experiment.fingerprint,
+        }
+
+    def _accept(self, reply: Reply, round: int) -> Any:
+        if reply.problem is not None:
+            raise Refused(reply.problem)
+        if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
+            raise Refused(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
+        up = wire.assemble(reply.arrays, self.experiment.up, "the upload", finite=True)
+        weight = getattr(up, "weight", None)
+        if weight is not None and (np.asarray(weight) < 0).any():
+            raise Refused("its weight is negative")
+        if self.experiment.norm is not None:
+            norm = float(np.sqrt(sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in self._judged(up))))
+            if norm > self.experiment.norm:
+                raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
+        return up
+
+    def _judged(self, up: Any) -> list[Any]:
+        """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
+        return [leaf for field in up._fields if field != "weight" for leaf in jax.tree.leaves(getattr(up, field))]
+
+    def _checkpoint(self) -> None:
+        facts = {
+            "round": self.round,
+            "run": self.run,
+            "counted": {str(number): last for number, last in self.counted.items()},
+            "fingerprint": self.experiment.fingerprint,
+        }
+        write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.history).encode())
+        write(self.folder / "checkpoint.safetensors", wire.pack(jax.device_get(self.state), facts))
+
+    def _restore(self) -> None:
+        path = self.folder / "checkpoint.safetensors"
+        content = path.read_bytes()
+        state = wire.unpack(content, jax.device_get(self.state), f"the checkpoint {path}", finite=True)
+        facts = wire.metadata(content)
+        if facts.get("fingerprint") != self.experiment.fingerprint:
+            raise UserError(f"{self.folder} holds the run of another experiment; choose another folder, or remove that one")
+        self.state, self.round, self.run = jax.device_put(state), facts["round"], facts["run"]
+        self.counted = {int(number): last for number, last in facts["counted"].items()}
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines() if (self.folder / "metrics.jsonl").exists() else []
+        self.history = [entry for entry in map(json.loads, lines) if entry["round"] <= self.round]
+
+
+def _list(numbers: Any) -> str:
+    return ", ".join(map(str, numbers))

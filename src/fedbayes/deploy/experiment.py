@@ -1,0 +1,116 @@
+"""What the server and every site of a deployment agree on: the algorithm, the shapes of its messages, and how rounds go."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedbayes import keys, trees
+from fedbayes.algorithm import Data
+from fedbayes.cohort import AnyAlgorithm
+from fedbayes.errors import UserError
+from fedbayes.runs import describe, title
+
+
+class SiteData(NamedTuple):
+    """What a site has: rows to train on and rows to test on, or a silo's data; it never leaves the site."""
+
+    train: Any
+    test: Data | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A federated run: the same object at the server and at every site.
+
+    Args:
+        algorithm: Any registered algorithm, with its facts planned (`algorithm.planned(rounds, …)`).
+        example: One site's training data as far as shapes go: `Data`, or a silo's data; numbers in it do not matter.
+        load: At a site, from its own settings to its data. It is not called at the server.
+        rounds: How many rounds.
+        sites: How many sites there are; each has a number from 0 on.
+        seed: Of everything that is random.
+        cohort: Sites in a round; all by default.
+        minimum: Fewest sites whose answers make a round; by default all of its cohort.
+        patience: Seconds that a round waits for its sites.
+        norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
+        stances: In which stances sites are scored at the end; none for structured models.
+    """
+
+    algorithm: AnyAlgorithm
+    example: Any
+    load: Callable[[Mapping[str, Any]], SiteData]
+    rounds: int
+    sites: int
+    seed: int = 0
+    cohort: int | None = None
+    minimum: int | None = None
+    patience: float = 600.0
+    norm: float | None = None
+    stances: tuple[str, ...] = ("global", "personal", "adapted")
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "sites"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
+        for name in ("cohort", "minimum"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= self.sites:
+                raise UserError(f"{name} is {value}, but there are {self.sites} sites; give a number from 1 to that")
+        if not self.patience > 0:
+            raise UserError(f"patience is {self.patience}, but it is a number of seconds above 0")
+
+    @property
+    def networked(self) -> bool:
+        """Whether sites hold rows for a network, and not a silo's data for a structured model."""
+        return isinstance(self.example, Data)
+
+    @functools.cached_property
+    def server(self) -> Any:
+        """The server's state before round 1."""
+        server_key, _ = keys.of_start(self.seed)
+        given = () if self.networked else (self.example,)
+        return trees.strong(self.algorithm.init_server(server_key, *given))
+
+    def local(self, data: Any) -> Any:
+        """What a site keeps before its first round."""
+        rows = data
+        if self.networked:  # as in the simulator, whatever the number of a client's rows
+            rows = Data(jnp.zeros((1, *data.x.shape[1:]), data.x.dtype), jnp.zeros(1, data.y.dtype), jnp.ones(1, bool))
+        return trees.strong(self.algorithm.init_local(keys.of_start(self.seed)[1], rows))
+
+    @functools.cached_property
+    def down(self) -> Any:
+        """The shapes of `Down`."""
+        return jax.eval_shape(lambda: self.algorithm.broadcast(keys.of_round(self.seed, 1), self.server))
+
+    @functools.cached_property
+    def up(self) -> Any:
+        """The shapes of `Up`."""
+        arrays, whole = trees.arrays_of(self.example)
+        local = jax.eval_shape(lambda: self.local(self.example))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(
+            lambda key, down, local, given: self.algorithm.client(key, down, local, whole(given))[0],
+            key,
+            self.down,
+            local,
+            arrays,
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of what both sides have to agree on: the algorithm's settings and the names and shapes of its messages."""
+        shapes = {
+            side: {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in trees.named(tree).items()}
+            for side, tree in (("down", self.down), ("up", self.up))
+        }
+        told = [title(self.algorithm), describe(self.algorithm), shapes, self.seed, self.rounds]
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]

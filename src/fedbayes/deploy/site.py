@@ -1,0 +1,128 @@
+"""A site's side of a round, without a network: its data, what it keeps, and its answer.
+
+What a site keeps lies in a folder for each run:
+
+    states.bin, rounds.bin     Local after its last two rounds, on the disk before an answer leaves (states.py)
+    down.safetensors           the last broadcast, from which the site personalises without asking anybody
+
+Rounds are idempotent. A request says which of the site's rounds the server counted last; what the site did after it is
+forgotten, so an answer that was lost, or came too late, leaves no trace, and the same request gives the same answer.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbayes import keys, trees, wire
+from fedbayes.algorithm import Data
+from fedbayes.cohort import AnyAlgorithm
+from fedbayes.deploy.experiment import Experiment, SiteData
+from fedbayes.errors import UserError
+from fedbayes.evaluate import Score, blockwise
+from fedbayes.runs import write
+from fedbayes.stances import BLOCK, likelihood_of
+from fedbayes.states import States
+from fedbayes.trees import Form, put_together, take_apart
+
+
+class Site:
+    """One site of an experiment.
+
+    Args:
+        experiment: What the server has too.
+        number: Which of the sites this is, from 0 on; it decides the site's random numbers.
+        folder: Where it keeps its state.
+        data: Its rows, or its silo's data.
+    """
+
+    def __init__(self, experiment: Experiment, number: int, folder: Path | str, data: SiteData) -> None:
+        if not 0 <= number < experiment.sites:
+            raise UserError(f"this site has number {number}, but there are {experiment.sites}: numbers go from 0 on")
+        self.experiment, self.number, self.folder, self.data = experiment, number, Path(folder), data
+        self.form, self.arrays = take_apart(data.train)
+
+    def train(self, run: str, round: int, counted: int, down: Any) -> Any:
+        """The answer to a round's request; `counted` is the last of this site's rounds that the server counted, or 0."""
+        states = self._states(run)
+        states.rewind(counted)
+        local = self._own(states)
+        key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
+        up, new = _client(self.experiment.algorithm, self.form, key, down, local, self.arrays)
+        if not bool(trees.finite((up, new))):
+            raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
+        states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
+        states.sync()
+        return jax.device_get(up)
+
+    def score(self, run: str, round: int, counted: int, down: Any) -> dict[str, Score]:
+        """The site's test rows scored in each stance, as sums; the broadcast is kept for `personal`."""
+        self.keep(run, round, counted, down)
+        if self.data.test is None:
+            return {}
+        states = self._states(run)
+        states.rewind(counted)
+        key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
+        own, fresh = self._own(states), self.experiment.local(self.data.train)
+        found = {}
+        for stance in self.experiment.stances:
+            local = {"global": fresh, "personal": own}.get(stance)
+            if local is None:
+                local = _adapt(self.experiment.algorithm, key, down, own, self.data.train)
+            found[stance] = jax.device_get(_score(self.experiment.algorithm, key, down, local, self.data.test))
+        return found
+
+    def keep(self, run: str, round: int, counted: int, down: Any) -> None:
+        """Put a broadcast where `personal` finds it."""
+        self._folder(run).mkdir(parents=True, exist_ok=True)
+        write(self._folder(run) / "down.safetensors", wire.pack(down, {"round": round, "counted": counted}))
+
+    def personal(self, run: str | None = None, *, adapted: bool = False) -> tuple[Any, Any]:
+        """The last broadcast and the site's own state, by default of its latest run; `adapted` fits it to its rows."""
+        runs = sorted(self.folder.glob("*/down.safetensors"), key=lambda path: path.stat().st_mtime)
+        path = self._folder(run) / "down.safetensors" if run is not None else (runs[-1] if runs else None)
+        if path is None or not path.exists():
+            raise UserError(f"{self.folder} has no finished run to personalise from; it is there after a run's last round")
+        content = path.read_bytes()
+        told = wire.metadata(content)
+        down = wire.unpack(content, self.experiment.down, f"the broadcast {path}", finite=True)
+        states = self._states(path.parent.name)
+        states.rewind(told["counted"])
+        down, local = jax.tree.map(jnp.asarray, down), self._own(states)
+        if adapted:
+            key = keys.fold(keys.of_round(self.experiment.seed, told["round"]), np.uint32(self.number))
+            local = _adapt(self.experiment.algorithm, key, down, local, self.data.train)
+        return down, local
+
+    def _folder(self, run: str) -> Path:
+        if not run.isalnum():
+            raise UserError(f"the run is called {run!r}, but a run's name is letters and digits")
+        return self.folder / run
+
+    def _states(self, run: str) -> States[Any]:
+        fresh = self.experiment.local(self.data.train)
+        return States(jax.device_get(fresh), 1, self._folder(run))
+
+    def _own(self, states: States[Any]) -> Any:
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), states.get(np.array([0])))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _client(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, local: Any, arrays: tuple[Any, ...]) -> Any:
+    return algorithm.client(key, down, local, put_together(form, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _adapt(algorithm: AnyAlgorithm, key: Any, down: Any, local: Any, data: Data) -> Any:
+    return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(algorithm: AnyAlgorithm, key: Any, down: Any, local: Any, data: Data) -> Score:
+    draw = keys.fold(key, np.uint32(keys.PREDICT))
+    return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood_of(algorithm), data, BLOCK)

@@ -1,0 +1,224 @@
+"""A deployment's two sides in one process: the simulator's numbers, and what happens when sites fail."""
+
+import dataclasses
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+from conftest import assert_close, assert_same
+from deployed import deployment, parts_of
+from hierarchy import partition, population, silo
+from table import TABLE
+
+import fedbayes as fb
+from fedbayes import wire
+from fedbayes.deploy.coordinator import Coordinator
+from fedbayes.deploy.experiment import SiteData
+from fedbayes.deploy.site import Site
+from fedbayes.errors import UserError
+from fedbayes.silos import SiloSimulation, plan
+from fedbayes.simulator import Simulation
+from fedbayes.stances import assess
+from fedbayes.training import Training
+
+ROUNDS = 3
+OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedhb-mixture", "bpfed", "fedvi")
+
+
+@pytest.fixture
+def clients(clients):
+    """All of them take part."""
+    return dataclasses.replace(clients, unseen=np.zeros(len(clients), bool))
+
+
+@pytest.fixture
+def everyone(clients):
+    return parts_of(clients)
+
+
+def assert_near(one, other):
+    """Within 1e-6, or within 1e-6 of numbers that are large."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+
+
+def simulated(algorithm, clients, rounds=ROUNDS):
+    simulation = Simulation(algorithm, clients, seed=5, clients="loop")  # vmap rounds otherwise, which Adam makes larger
+    for _ in range(rounds):
+        simulation.step()
+    return simulation
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.xdist_group(n), *([] if n in OFTEN else [pytest.mark.slow])]) for n in TABLE],
+)
+def test_state_and_scores_are_the_simulators(name, model, clients, everyone, tmp_path):
+    algorithm = TABLE[name](model).planned(ROUNDS, **clients.facts)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS)
+    result = coordinator.finish(post)
+    simulation = simulated(algorithm, clients)
+    assert_near(coordinator.state, simulation.state)
+    expected = assess(simulation).summary()
+    for stance, groups in expected.items():
+        found = result["metrics"][stance]["participating"]["log_score"]["rows"]
+        assert found == pytest.approx(groups["participating"]["log_score"]["rows"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sfvi-avg", "pvi", "sfvi"])
+def test_structured_models_are_the_simulators(name, tmp_path):
+    methods = {
+        "sfvi": lambda: fb.SFVI(population, silo),
+        "sfvi-avg": lambda: fb.SFVIAvg(population, silo, steps=3),
+        "pvi": lambda: fb.PVI(population, silo, steps=3),
+    }
+    data = partition(5, 4, 3)
+    algorithm = plan(methods[name](), data, ROUNDS)
+    parts = [SiteData(one) for one in data.values()]
+    coordinator, post = deployment(algorithm, parts, tmp_path, ROUNDS)
+    coordinator.finish(post)
+    simulation = SiloSimulation(algorithm, data, seed=5)
+    for _ in simulation.advance(ROUNDS):
+        pass
+    assert_near(coordinator.state, simulation.state)
+
+
+def fedper(model):
+    return fb.FedPer(model, train=Training(epochs=2, batch=8, lr=0.1))
+
+
+def without(algorithm, parts, tmp_path, gone, rounds=ROUNDS):
+    """The state after rounds in which some sites are never counted; `gone` has (site, round)."""
+    faults = dict.fromkeys(gone, "lost")
+    coordinator, post = deployment(algorithm, parts, tmp_path / "without", rounds, faults, minimum=1)
+    for _ in range(rounds):
+        coordinator.step(post)
+    return coordinator
+
+
+@pytest.mark.parametrize("fault", ["nan", "shape", "dtype", "extra", "missing", "norm", "error", "old", "lost"])
+def test_a_bad_answer_is_named_and_not_counted(fault, model, everyone, tmp_path, caplog):
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, {(1, 2): fault}, minimum=1, norm=100.0)
+    with caplog.at_level(logging.WARNING, "fedbayes"):
+        for _ in range(ROUNDS):
+            coordinator.step(post)
+    assert any("round 2" in line and "1" in line for line in caplog.messages)
+    assert_same(coordinator.state, without(algorithm, everyone, tmp_path, [(1, 2)]).state)
+    assert coordinator.counted[1] == 3
+    assert [entry["sites"] for entry in coordinator.history][1] == [0, *range(2, len(everyone))]
+
+
+def test_an_answer_that_comes_twice_counts_once(model, everyone, tmp_path):
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, {(1, 2): "twice"}, minimum=1)
+    for _ in range(ROUNDS):
+        coordinator.step(post)
+    assert_same(coordinator.state, without(algorithm, everyone, tmp_path, []).state)
+
+
+def test_a_lost_answer_leaves_no_trace_in_the_sites_state(model, everyone, tmp_path):
+    """The site advanced, but the server did not count it: its next round starts where its last counted one ended."""
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, {(1, 2): "lost"}, minimum=1)
+    for _ in range(ROUNDS):
+        coordinator.step(post)
+    away, apart = deployment(algorithm, everyone, tmp_path / "away", ROUNDS, minimum=1)
+    for number in range(1, ROUNDS + 1):
+        apart.faults = {1: "away"} if number == 2 else {}
+        away.step(apart)
+    assert_same(coordinator.state, away.state)
+    own = [one.places[1].personal for one in (post, apart)]
+    coordinator.conclude(post)
+    away.conclude(apart)
+    assert_same(own[0](), own[1]())
+
+
+def test_the_server_goes_on_from_its_checkpoint(model, everyone, tmp_path):
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS)
+    coordinator.step(post)
+    coordinator.step(post)
+    for site in post.places.values():  # sites answered a third round, of which the server that died knew nothing
+        site.train(coordinator.run, 3, 2, jax.device_get(algorithm.broadcast(jax.random.key(0), coordinator.state)))
+    again = Coordinator(coordinator.experiment, coordinator.folder)
+    assert again.round == 2
+    again.finish(post)
+    whole, apart = deployment(algorithm, everyone, tmp_path / "whole", ROUNDS)
+    whole.finish(apart)
+    assert_same(again.state, whole.state)
+    assert [entry["round"] for entry in again.history] == [1, 2, 3]
+
+
+def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS)
+    coordinator.step(post)
+    with pytest.raises(UserError, match="another experiment"):
+        deployment(fb.FedPer(model, train=Training(lr=0.5)), everyone, tmp_path, ROUNDS)
+
+
+def test_too_few_answers_keep_the_round_before(model, everyone, tmp_path):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS, {0: "nan"}, patience=0.1)
+    before = coordinator.state
+    with pytest.raises(UserError, match="are needed"):
+        coordinator.step(post)
+    assert_same(coordinator.state, before)
+    post.faults = {0: "away"}
+    with pytest.raises(UserError, match="can be reached"):
+        coordinator.step(post)
+    post.faults = {}
+    coordinator.step(post)
+    assert coordinator.round == 1
+
+
+def test_no_message_holds_a_local_state_or_a_row(model, everyone, tmp_path):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS)
+    coordinator.finish(post)
+    sent = b"\0".join(array.tobytes() for message in post.seen for array in message.values())
+    for site in post.places.values():
+        _, local = site.personal()
+        private = [*jax.tree.leaves(local), *site.data.train.x, *site.data.test.x]
+        for leaf in private:
+            if np.asarray(leaf).any():
+                assert np.ascontiguousarray(leaf).tobytes() not in sent
+
+
+def test_a_site_personalises_from_what_it_keeps(model, clients, everyone, tmp_path):
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS)
+    coordinator.finish(post)
+    down, local = post.places[2].personal()
+    simulation = simulated(algorithm, clients)
+    x = everyone[2].test.x
+    expected = algorithm.predict(
+        jax.random.key(0), simulation.down(), jax.tree.map(lambda leaf: leaf[0], simulation.local.get(np.array([2]))), x
+    )
+    assert_close(algorithm.predict(jax.random.key(0), down, local, x), expected, 1e-5)
+    with pytest.raises(UserError, match="no finished run"):
+        Site(coordinator.experiment, 2, tmp_path / "nowhere", everyone[2]).personal()
+
+
+def test_result_is_written(model, everyone, tmp_path):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
+    result = coordinator.finish(post)
+    assert json.loads((coordinator.folder / "result.json").read_text()) == result
+    assert result["sites"] == list(range(len(everyone)))
+    assert wire.metadata((coordinator.folder / "checkpoint.safetensors").read_bytes())["round"] == 1
+
+
+def test_cohorts_are_the_simulators(model, clients, everyone, tmp_path):
+    algorithm = fedper(model)
+    coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, cohort=2)
+    coordinator.finish(post)
+    simulation = Simulation(algorithm, clients, seed=5, cohort=2)
+    for _ in range(ROUNDS):
+        simulation.step()
+    assert_near(coordinator.state, simulation.state)
+
+
+def test_bad_settings_are_one_sentence(model, everyone, tmp_path):
+    for options, word in (({"cohort": 99}, "cohort is 99"), ({"minimum": 0}, "minimum is 0"), ({"patience": 0.0}, "patience")):
+        with pytest.raises(UserError, match=word):
+            deployment(fedper(model), everyone, tmp_path, **options)
