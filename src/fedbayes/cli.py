@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": ("fedbayes.commands.compare", "train several algorithms over several seeds: one table with mean ± spread"),
     "fit": ("fedbayes.commands.fit", "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR"),
     "certify": ("fedbayes.commands.certify", "bound the error of clients that did not train: fedbayes certify RUN"),
+    "deploy": ("fedbayes.commands.deploy", "the same algorithms as real processes on Flower: fedbayes deploy local --sites 3"),
     "list": ("fedbayes.commands.listing", "the algorithms, networks and data sets that have names"),
     "wire": ("fedbayes.commands.wire", "what an algorithm sends: shapes, reductions, and what each upload depends on"),
     "data": ("fedbayes.commands.data", "describe a data set: fedbayes data describe DATA"),

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedbayes import keys, trees
 from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
+from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.runs import describe, title
 
@@ -24,6 +26,26 @@ class SiteData(NamedTuple):
 
     train: Any
     test: Data | None = None
+
+
+def example_rows(shape: tuple[int, ...], dtype: str = "float32", labels: str = "int32") -> Data:
+    """Rows of that shape, for an experiment's `example`."""
+    return Data(jnp.zeros((2, *shape), dtype), jnp.zeros(2, labels), jnp.ones(2, bool))
+
+
+def site_rows(clients: Clients, name: str | None = None) -> SiteData:
+    """The training and test rows of one client, by default of the only one.
+
+    >>> import fedbayes as fb
+    >>> site_rows(fb.data.load("digits", partition="iid", clients=3), "1").train.x.shape
+    (449, 8, 8)
+    """
+    if name is None and len(clients) != 1:
+        raise UserError(f"{clients} has {len(clients)} clients; say which one this site is")
+    place = 0 if name is None else clients.index(name)
+    counts = ((clients.train, clients.train_counts), (clients.test, clients.test_counts))
+    parts = [jax.tree.map(lambda leaf: np.asarray(leaf[0]), part([place], int(count[place]))) for part, count in counts]
+    return SiteData(parts[0], parts[1] if len(parts[1].y) else None)
 
 
 @dataclasses.dataclass(frozen=True)

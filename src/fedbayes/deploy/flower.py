@@ -41,7 +41,8 @@ def server_app(experiment: Experiment) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         keep_compiled()
-        logging.getLogger("fedbayes").setLevel(logging.INFO)
+        log.setLevel(logging.INFO)
+        log.handlers = logging.getLogger("flwr").handlers  # what goes elsewhere is discarded
         coordinator = Coordinator(experiment, Path(str(context.run_config.get("out") or "run")).expanduser())
         try:
             coordinator.finish(FlowerPost(grid, experiment))

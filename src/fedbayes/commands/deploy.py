@@ -1,0 +1,242 @@
+"""`fedbayes deploy`: a Flower project, a federation on this machine, a site's own predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tyro.conf import Positional
+
+from fedbayes.commands.display import progress_bar, result_table, show
+from fedbayes.commands.options import parse
+from fedbayes.errors import UserError
+
+USAGE = """usage: fedbayes deploy COMMAND …
+
+commands:
+  new           write a small Flower project: fedbayes deploy new my-federation --algorithm fedhb-niw
+  local         run a project on this machine, as separate processes with TLS and keys: fedbayes deploy local --sites 3
+  certificates  an authority, the server's certificate, and a key for each site
+  personalise   predict at a site with its own model, from what it keeps
+
+fedbayes deploy COMMAND --help lists the options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class New:
+    """Options of `fedbayes deploy new`."""
+
+    folder: Positional[Path]
+    """Of the project; it must not be there yet."""
+    algorithm: str = "fedhb-niw"
+    """Which algorithm (fedbayes list)."""
+    sites: int = 3
+    """How many sites there are."""
+    rounds: int = 5
+    """How many rounds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Local:
+    """Options of `fedbayes deploy local`."""
+
+    project: Path | None = None
+    """The project's folder; without one, a new one is made from the embedded digits."""
+    out: Path = Path("federation-run")
+    """Where the run, the sites' states, certificates and logs go."""
+    algorithm: str = "fedhb-niw"
+    """Of a new project."""
+    sites: int = 3
+    """Of a new project."""
+    rounds: int = 3
+    """Of a new project."""
+    patience: float = 900.0
+    """Seconds after which it is given up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certificates:
+    """Options of `fedbayes deploy certificates`."""
+
+    folder: Positional[Path]
+    """Where they go."""
+    host: tuple[str, ...] = ("localhost", "127.0.0.1")
+    """Names and addresses by which sites reach the server."""
+    sites: int = 0
+    """How many key pairs to make."""
+    days: int = 365
+    """How long the certificates are good for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Personalise:
+    """Options of `fedbayes deploy personalise`."""
+
+    project: Path
+    """The project's folder."""
+    number: int
+    """The site's number."""
+    state: Path
+    """Where the site keeps its state."""
+    data: str | None = None
+    """The site's rows, as in its node config."""
+    rows: Path | None = None
+    """An .npz file with x, rows to predict; by default the site's test rows."""
+    adapted: bool = False
+    """Fit the model to the site's training rows first."""
+    out: Path | None = None
+    """CSV file for the predictions."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Dispatch."""
+    commands = {"new": new, "local": local, "certificates": certificates, "personalise": personalise}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if arguments[0] not in commands:
+        raise UserError(f"deploy has no command {arguments[0]!r}; it has {', '.join(commands)}")
+    commands[arguments[0]](arguments[1:])
+
+
+def new(arguments: Sequence[str]) -> None:
+    """Write a project."""
+    from fedbayes.deploy.template import write_project
+
+    options: New = parse(New, arguments, "fedbayes deploy new", "Write a small Flower project that runs as it is.")
+    for path in write_project(options.folder, options.algorithm, options.sites, options.rounds):
+        print(path)
+    print(f"try it: fedbayes deploy local --project {options.folder}")
+
+
+def certificates(arguments: Sequence[str]) -> None:
+    """Write certificates and keys."""
+    from fedbayes.deploy.certificates import make_certificates, make_key
+
+    does = "Make an authority, the server's certificate and key, and a key pair for each site."
+    options: Certificates = parse(Certificates, arguments, "fedbayes deploy certificates", does)
+    if (options.folder / "ca.crt").exists():
+        raise UserError(f"{options.folder} has certificates already; choose another folder, or remove them")
+    make_certificates(options.folder, options.host, options.days)
+    for number in range(options.sites):
+        make_key(options.folder / f"site{number}")
+    print(f"certificates: {options.folder}; server.key and the keys without .pub are secret")
+
+
+def local(arguments: Sequence[str]) -> None:
+    """Run a project as processes on loopback, with a bar, the table, and one site's predictions."""
+    from fedbayes.deploy.processes import federation
+    from fedbayes.deploy.template import write_project
+
+    does = "Start a SuperLink, the sites and a run on this machine, on loopback, with TLS and keys, and stop them at the end."
+    options: Local = parse(Local, arguments, "fedbayes deploy local", does)
+    if options.out.exists() and any(options.out.iterdir()):
+        raise UserError(f"{options.out} is there and not empty; choose another folder with --out, or remove it")
+    project = options.project or options.out / "project"
+    if options.project is None:
+        write_project(project, options.algorithm, options.sites, options.rounds)
+    experiment = experiment_of(project)
+    out = options.out.resolve()
+    states = [{"number": number, "state": str(out / f"site{number}")} for number in range(experiment.sites)]
+    show(f"starting {experiment.sites} sites on this machine; logs are in {out / 'logs'}")
+    began = time.monotonic()
+    with federation(project, out, states) as started, progress_bar() as add:
+        run = started.run({"out": str(out / "server")})
+        moved = add("rounds", experiment.rounds)
+        while run.poll() is None:
+            moved(_Seen(rounds_in(out / "server" / "metrics.jsonl")), None)
+            dead = [name for name, process in started.processes.items() if name != "run" and process.poll() is not None]
+            if dead or time.monotonic() - began > options.patience:
+                why = f"{', '.join(dead)} ended" if dead else f"{options.patience:.0f} s are over"
+                raise UserError(f"{why} before the run was through; see {out / 'logs'}")
+            time.sleep(0.5)
+    result = out / "server" / "result.json"
+    if not result.exists():
+        raise UserError(f"the run ended without a result; see {out / 'logs' / 'run.log'}")
+    found = json.loads(result.read_text())
+    show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
+    personal = ["--project", str(project), "--number", "0", "--state", str(out / "site0"), "--out", str(out / "site0.csv")]
+    personalise(personal)
+    show(f"run: {out / 'server'}; {time.monotonic() - began:.0f} s")
+
+
+class _Seen:
+    """What a progress bar looks at."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+
+def rounds_in(path: Path) -> int:
+    """How many rounds a log of metrics has."""
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def personalise(arguments: Sequence[str]) -> None:
+    """Predictions of a site's own model."""
+    does = "Predict at a site with its own model: from the last broadcast and what the site keeps. Nothing is sent."
+    options: Personalise = parse(Personalise, arguments, "fedbayes deploy personalise", does)
+    import jax
+
+    from fedbayes.deploy.site import Site
+    from fedbayes.evaluate import is_numeric, predictive, uncertainty
+    from fedbayes.stances import likelihood_of
+
+    experiment = experiment_of(options.project)
+    if not experiment.networked:
+        raise UserError("personalise predicts rows of a network, but this experiment fits a structured model")
+    given: dict[str, Any] = {"number": options.number, "state": str(options.state)}
+    if options.data is not None:
+        given["data"] = options.data
+    site = Site(experiment, options.number, options.state, experiment.load(given))
+    down, state = site.personal(adapted=options.adapted)
+    x, y = _rows(options.rows, site)
+    draws = experiment.algorithm.predict(jax.random.key(experiment.seed), down, state, x)
+    likelihood = likelihood_of(experiment.algorithm)
+    found, doubt = np.asarray(predictive(likelihood, draws)), uncertainty(likelihood, draws)
+    names = ["mean", "deviation"] if is_numeric(likelihood) else [f"p{label}" for label in range(found.shape[1])]
+    if y is not None and not is_numeric(likelihood):
+        show(f"site {options.number}: {100 * np.mean(found.argmax(axis=1) == y):.1f} % of {len(y)} test rows are right")
+    if options.out is not None:
+        columns = np.column_stack([found, doubt.total, doubt.epistemic])
+        header = ",".join([*names, "uncertainty", "epistemic"])
+        np.savetxt(options.out, columns, fmt="%.6g", delimiter=",", header=header, comments="")
+        show(f"predictions: {options.out}")
+
+
+def _rows(path: Path | None, site: Any) -> tuple[Any, Any]:
+    if path is None:
+        if site.data.test is None:
+            raise UserError("the site has no test rows; give rows to predict with --rows FILE.npz")
+        return site.data.test.x, site.data.test.y
+    from fedbayes.fit import checked_rows
+
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            x = archive["x"]
+    except (OSError, ValueError, KeyError) as problem:
+        raise UserError(f"{path} cannot be read ({problem}); expected an .npz file with an array x") from None
+    return checked_rows(x, site.data.train.x.shape[1:]).astype(site.data.train.x.dtype), None
+
+
+def experiment_of(project: Path) -> Any:
+    """The experiment that a project's federation/experiment.py defines."""
+    path = project / "federation" / "experiment.py"
+    if not path.is_file():
+        raise UserError(f"{path} is not there; give the folder that fedbayes deploy new wrote")
+    spec = importlib.util.spec_from_file_location("federation_experiment", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "experiment"):
+        raise UserError(f"{path} defines no `experiment`")
+    return module.experiment
