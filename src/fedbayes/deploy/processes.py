@@ -58,7 +58,7 @@ class Federation:
             f'[superlink]\ndefault = "loop"\n\n[superlink.loop]\naddress = "{address}"\nroot-certificates = "{ca}"\n'
         )
         self.start_link()
-        self.spawn("superexec", ["flower-superexec", "--runtime-api-address", address, "--root-certificates", str(ca)])
+        self.start_executor()
         for number in range(len(self.sites)):
             make_key(self.secrets / f"site{number}")
             self.command(["flwr", "supernode", "register", str(self.secrets / f"site{number}.pub"), "loop"])
@@ -73,6 +73,11 @@ class Federation:
         given += ["--database", str(self.folder / "link.db"), "--isolation", "process"]
         self.spawn("superlink", ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), *given])
         wait_for_port(self.port, self.processes["superlink"], self.logs / "superlink.log")
+
+    def start_executor(self) -> None:
+        """What starts the server app; apart from the SuperLink, so that each survives the other."""
+        given = ["--runtime-api-address", f"127.0.0.1:{self.port}", "--root-certificates", str(self.secrets / "ca.crt")]
+        self.spawn("superexec", ["flower-superexec", *given])
 
     def start_site(self, number: int, key: Path | None = None) -> None:
         """The node of a site."""

@@ -108,8 +108,8 @@ flwr supernode register site0.pub SERVER                                        
 flwr run . SERVER --stream -c 'out="/var/fedbayes/run"'
 ```
 
-`SERVER` is an entry of `config.toml` in Flower's home folder: `[superlink.SERVER]` with `address` and `root-certificates`. A run
-that was broken off goes on with the same `flwr run` and the same `out`.
+`SERVER` is an entry of `config.toml` in Flower's home folder: `[superlink.SERVER]` with `address` and `root-certificates`. A
+run that was broken off goes on with the same `flwr run` and the same `out`.
 
 ## A site
 
