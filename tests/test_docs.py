@@ -63,6 +63,7 @@ def elsewhere(tmp_path, monkeypatch):
         "docs/hierarchical-bayes.md",
         "docs/new-clients.md",
         "docs/uncertainty.md",
+        "docs/deploy.md",
     ],
 )
 def test_python_runs(page):

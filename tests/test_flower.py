@@ -1,4 +1,4 @@
-"""Real processes: a SuperLink with TLS, nodes with keys, a run; and what happens when one of them is killed. Slow, and needs Flower."""
+"""Real processes: a SuperLink with TLS, nodes with keys, a run; and what happens when one of them is killed."""
 
 import json
 import textwrap
@@ -10,6 +10,8 @@ import pytest
 
 import fedbayes as fb
 from fedbayes import wire
+from fedbayes.commands.deploy import experiment_of
+from fedbayes.deploy.certificates import make_key
 from fedbayes.deploy.processes import federation
 from fedbayes.deploy.template import write_project
 from fedbayes.simulator import Simulation
@@ -28,9 +30,6 @@ METHODS = {
 }
 EXPERIMENT = """\
 import time
-from pathlib import Path
-
-import numpy as np
 
 import fedbayes as fb
 from fedbayes.deploy.experiment import Experiment, example_rows, site_rows
@@ -65,14 +64,20 @@ def settings(folder, **more):
     ]
 
 
-def simulated(name, rounds=ROUNDS):
-    scope = {}
-    text = EXPERIMENT.format(algorithm=METHODS[name], sites=SITES, rounds=rounds, options="")
-    exec(compile(text, "experiment", "exec"), scope)  # noqa: S102  (the test's own text)
-    simulation = Simulation(scope["algorithm"], scope["clients"], seed=5, clients="loop")
-    for _ in range(rounds):
+def simulated(folder):
+    """The simulator after the rounds of the project in a folder."""
+    experiment = experiment_of(folder / "project")
+    clients = fb.data.load("digits", partition="iid", clients=SITES)
+    simulation = Simulation(experiment.algorithm, clients, seed=5, clients="loop")
+    for _ in range(experiment.rounds):
         simulation.step()
     return simulation
+
+
+def assert_simulators(folder):
+    simulation = simulated(folder)
+    for a, b in zip(jax.tree.leaves(state_in(folder, simulation.state)), jax.tree.leaves(simulation.state), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
 
 
 def state_in(folder, template):
@@ -95,9 +100,7 @@ def wait_until(condition, seconds=240.0):
 def test_two_real_sites_give_the_simulators_state(name, tmp_path):
     with federation(project(tmp_path / "project", name), tmp_path, settings(tmp_path)) as running:
         running.run({"out": str(tmp_path / "server")}, wait=400)
-    simulation = simulated(name)
-    for a, b in zip(jax.tree.leaves(state_in(tmp_path, simulation.state)), jax.tree.leaves(simulation.state), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+    assert_simulators(tmp_path)
     assert [entry["sites"] for entry in rounds_done(tmp_path)] == [[0, 1]] * ROUNDS
 
 
@@ -137,9 +140,7 @@ def test_the_server_app_is_killed_and_the_same_run_goes_on(tmp_path):
         running.kill("run")
         running.start_executor()
         running.run({"out": str(tmp_path / "server")}, wait=400)
-    simulation = simulated("fedper", 4)
-    for a, b in zip(jax.tree.leaves(state_in(tmp_path, simulation.state)), jax.tree.leaves(simulation.state), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+    assert_simulators(tmp_path)
 
 
 def test_a_superlink_that_is_away_for_a_while_is_survived(tmp_path):
@@ -153,14 +154,10 @@ def test_a_superlink_that_is_away_for_a_while_is_survived(tmp_path):
         wait_until(lambda: len(rounds_done(tmp_path)) == 4, 400)
         wait_until(lambda: (tmp_path / "server" / "result.json").exists(), 120)
         assert run is running.processes["run"]
-    simulation = simulated("fedper", 4)
-    for a, b in zip(jax.tree.leaves(state_in(tmp_path, simulation.state)), jax.tree.leaves(simulation.state), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
+    assert_simulators(tmp_path)
 
 
 def test_a_site_without_a_registered_key_is_refused(tmp_path):
-    from fedbayes.deploy.certificates import make_key
-
     folder = project(tmp_path / "project", "fedper")
     with federation(folder, tmp_path, settings(tmp_path)) as running:
         make_key(tmp_path / "stranger")
@@ -168,4 +165,3 @@ def test_a_site_without_a_registered_key_is_refused(tmp_path):
         running.start_site(1, tmp_path / "stranger")
         running.processes["site1"].wait(60)
         assert running.processes["site1"].returncode != 0
-        assert fb.__version__
