@@ -121,6 +121,8 @@ def test_no_page_is_forgotten():
         "docs/structured-models.md",
         "docs/hierarchical-bayes.md",
         "docs/new-clients.md",
+        "docs/uncertainty.md",
+        "docs/deploy.md",
     }
     assert pages <= tested
 
