@@ -220,6 +220,39 @@ def test_local_noise_has_the_moments_of_drawn_weights(kind):
     np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
 
 
+def test_a_window_of_a_pool_is_noise_of_its_own_place():
+    q = MeanField({"a": jnp.zeros((3, 2)), "b": jnp.zeros(4)}, {"a": jnp.full((3, 2), POINT), "b": jnp.full(4, 30.0)})
+    pool = jnp.arange(40.0)
+    found = [gaussian.draw(jax.random.key(seed), q, pool) for seed in range(300)]
+    for one in found:  # σ is 0 at a, 30 at b, whose numbers follow a's in the pool
+        assert not np.asarray(one["a"]).any()
+        np.testing.assert_allclose(np.diff(np.asarray(one["b"]) / 30), 1, rtol=1e-5)
+    starts = {round(float(one["b"][0]) / 30) for one in found}
+    assert starts <= set(range(6, 37))
+    assert len(starts) == 31  # every place of a window
+
+
+def test_large_networks_draw_from_a_pool():
+    network = mlp((28, 28), Categorical(10), hidden=(32,))
+    q = bayesian.init(network, KEY, 0.0)
+    assert sum(leaf.size for leaf in jax.tree.leaves(q.mean)) >= bayesian.LARGE
+    seen = []
+
+    def fit(q, key, pool, batch):
+        assert pool is not None
+        drawn = gaussian.draw(key, q, pool)
+        seen.append(None)
+        return jnp.sum(drawn["head"]["bias"])
+
+    data = Data(jnp.zeros((4, 28, 28)), jnp.zeros(4, int), jnp.ones(4, bool))
+    still = Training(epochs=3, batch=4, lr=0.0)
+    moved, _, value = bayesian.follow(network, fit, None, None, q, q, still, jnp.float32(0), KEY, data)
+    assert seen
+    assert np.isfinite(value)
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(q), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_local_noise_differs_between_rows_and_drawn_weights_do_not():
     network = mlp((4,), Categorical(2), hidden=())
     q, x = bayesian.init(network, KEY, 0.0), jnp.ones((2, 4))

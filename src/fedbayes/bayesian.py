@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend import core
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
@@ -44,21 +45,33 @@ def predict(model: Model, key: PRNGKeyArray, q: MeanField, x: Shaped[Array, "n .
 
 
 def loss(
-    model: Model, key: PRNGKeyArray, q: MeanField, batch: Data, draws: int = 1, *, local: bool = False
+    model: Model,
+    key: PRNGKeyArray,
+    q: MeanField,
+    batch: Data,
+    pool: Float[Array, " m"] | None = None,
+    draws: int = 1,
+    *,
+    local: bool = False,
 ) -> Float[Array, ""]:
-    """−1/n Σ log p(y | x, w) over the rows that exist, in the mean over draws of w."""
+    """−1/n Σ log p(y | x, w) over the rows that exist, in the mean over draws of w, whose noise may be from a pool."""
 
     def one(key: PRNGKeyArray) -> Float[Array, ""]:
-        outputs = locally(model.apply, key, q, batch.x) if local else model.apply(gaussian.draw(key, q), batch.x)
+        outputs = locally(model.apply, key, q, batch.x) if local else model.apply(gaussian.draw(key, q, pool), batch.x)
         return masked_mean(-model.likelihood.log_prob(outputs, batch.y), batch.mask)
 
     return one(key) if draws == 1 else jnp.mean(jax.vmap(one)(jax.random.split(key, draws)))
 
 
+Fit = Callable[[MeanField, PRNGKeyArray, Float[Array, " m"] | None, Data], Float[Array, ""]]
+Divergence = Callable[[MeanField, MeanField], Float[Array, ""]]
+
+
 def follow(
     model: Model,
-    Q: Callable[[MeanField, MeanField, PRNGKeyArray, Data], Float[Array, ""]],
-    divergence: Callable[[MeanField, MeanField], Float[Array, ""]],
+    fit: Fit,
+    pull: Divergence | None,
+    divergence: Divergence | None,
     q: MeanField,
     w: MeanField,
     training: Training,
@@ -66,14 +79,19 @@ def follow(
     key: PRNGKeyArray,
     data: Data,
     steps: int = 1,
-    *,
-    fixed: bool = False,
+    drawn: MeanField | None = None,
 ) -> tuple[MeanField, MeanField, Float[Array, ""]]:
-    """For each minibatch `steps` steps of q on Q(q, w, key, minibatch), then one of w on divergence(q, w): it follows q.
+    """For each minibatch `steps` steps of q on fit(q, key, pool, minibatch) + pull(q, w), then one of w on divergence(q, w).
 
-    With `fixed`, w stays. Each has its own optimiser. Returns both and the mean of Q.
+    So w follows q; without a divergence it stays. Each has its own optimiser. The pool, for a large network, is noise for the
+    draws of all steps, new in each call, and enough for q, or for `drawn` where `fit` draws more than what moves. Returns both
+    and the mean of `fit`.
     """
     optimiser = training.build(lr, model)
+    count = sum(leaf.size for leaf in jax.tree.leaves((q if drawn is None else drawn).mean))
+    pool = None
+    if count >= LARGE:
+        pool = jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (2 * count,))
 
     def move(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         with trees.other_peoples_code():
@@ -83,19 +101,28 @@ def follow(
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         q, w, of_q, of_w, total, count = carry
 
+        def Q(q: MeanField, key: PRNGKeyArray) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            value = fit(q, key, pool, batch)
+            return value if pull is None else value + pull(q, w), value
+
         def inner(number: Any, inner: Any) -> Any:
             q, of_q, _ = inner
-            value, gradient = jax.value_and_grad(Q)(q, w, jax.random.fold_in(key, number), batch)
+            (_, value), gradient = jax.value_and_grad(Q, has_aux=True)(q, jax.random.fold_in(key, number))
             return *move(q, gradient, of_q), value
 
         q, of_q, value = jax.lax.fori_loop(0, steps, inner, (q, of_q, jnp.float32(0)))
-        if not fixed:
+        if divergence is not None:
             w, of_w = move(w, jax.grad(divergence, 1)(q, w), of_w)
         return q, w, of_q, of_w, total + value, count + 1
 
     start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
     q, w, _, _, total, count = local_steps(step, start, key, data, training.batch, training.epochs)
     return q, w, total / jnp.maximum(count, 1)
+
+
+LARGE = 20_000
+"""Weights from which on noise comes from a pool. Its windows have one place more than there are weights, so that what a weight
+sees over many steps has mean 0 and variance 1 to a hundredth; a small network's noise costs little anyway."""
 
 
 class _Weights(NamedTuple):

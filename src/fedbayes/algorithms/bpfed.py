@@ -106,7 +106,7 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
     """Deviation of the means at the start; None starts them as the network does."""
     M: int = 1
     """M, draws of the weights in each step."""
-    local_reparametrisation: bool = True
+    local_reparametrisation: bool = False
     """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
     draws: int = 20
     """Networks that a prediction averages."""
@@ -177,19 +177,24 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
         key: PRNGKeyArray,
         data: Data,
     ) -> tuple[MeanField, Float[Array, ""]]:
-        """Epochs on the moving part; what is fixed has no divergence that could change. The loss is (10), divided by n."""
-        n = jnp.maximum(rows(data), 1)
+        """Epochs on (10), divided by n; the part that is fixed has no divergence that could change."""
+        n, held = jnp.maximum(rows(data), 1), gaussian.prior(prior)
 
-        def divergence(moving: MeanField, prior: MeanField) -> Float[Array, ""]:
-            return self.kl / n * gaussian.kl(moving, prior)
+        def whole(moving: MeanField) -> MeanField:
+            return moving if fixed is None else _merge(moving, fixed)
 
-        def Q(moving: MeanField, _: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            q = moving if fixed is None else _merge(moving, fixed)
-            fit = bayesian.loss(self.model, key, q, batch, self.M, local=self.local_reparametrisation)
-            return fit + divergence(moving, prior) if self.kl else fit
+        def pull(moving: MeanField, _: MeanField) -> Float[Array, ""]:
+            return self.kl / n * gaussian.kl(moving, held)
+
+        def divergence(moving: MeanField, copy: MeanField) -> Float[Array, ""]:
+            return self.kl / n * gaussian.kl(moving, copy)
+
+        def fit(moving: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
+            return bayesian.loss(self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation)
 
         reinforce = self.kl > 0 and self.reinforce
-        q, copy, loss = bayesian.follow(self.model, Q, divergence, moving, prior, training, lr, key, data, fixed=not reinforce)
+        terms = (pull if self.kl else None, divergence if reinforce else None)
+        q, copy, loss = bayesian.follow(self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving))
         return copy if reinforce else q, loss
 
     def _sent(self, zeta: MeanField) -> Pair:

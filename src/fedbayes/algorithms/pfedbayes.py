@@ -15,7 +15,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,8 +148,9 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
         def divergence(q: MeanField, w: MeanField) -> Float[Array, ""]:
             return share * gaussian.kl(q, w)
 
-        def Q(q: MeanField, w: MeanField, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            fit = bayesian.loss(self.model, key, q, batch, local=self.local_reparametrisation)
-            return rows(batch) * fit + divergence(q, w)
+        def fit(q: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
+            return rows(batch) * bayesian.loss(self.model, key, q, batch, pool, local=self.local_reparametrisation)
 
-        return bayesian.follow(self.model, Q, divergence, q, w, training, lr, key, data, self.personal_steps, fixed=fixed)
+        following = None if fixed else divergence
+        steps = self.personal_steps
+        return bayesian.follow(self.model, fit, divergence, following, q, w, training, lr, key, data, steps)
