@@ -220,37 +220,95 @@ def test_local_noise_has_the_moments_of_drawn_weights(kind):
     np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
 
 
-def test_a_window_of_a_pool_is_noise_of_its_own_place():
-    q = MeanField({"a": jnp.zeros((3, 2)), "b": jnp.zeros(4)}, {"a": jnp.full((3, 2), POINT), "b": jnp.full(4, 30.0)})
-    pool = jnp.arange(40.0)
-    found = [gaussian.draw(jax.random.key(seed), q, pool) for seed in range(300)]
-    for one in found:  # σ is 0 at a, 30 at b, whose numbers follow a's in the pool
-        assert not np.asarray(one["a"]).any()
-        np.testing.assert_allclose(np.diff(np.asarray(one["b"]) / 30), 1, rtol=1e-5)
-    starts = {round(float(one["b"][0]) / 30) for one in found}
-    assert starts <= set(range(6, 37))
-    assert len(starts) == 31  # every place of a window
+def test_noise_from_one_pool_has_the_moments_of_new_noise_in_every_direction():
+    """Single weights, sums over the inputs of a unit, over units, over two layers: mean 0, the right variance, no memory."""
+    shape = {"kernel": jnp.zeros((40, 20)), "bias": jnp.zeros(20)}
+    q = MeanField(shape, jax.tree.map(lambda leaf: jnp.full(leaf.shape, gaussian.rho_of(jnp.float32(1.0))), shape))
+    pool = jax.random.normal(KEY, (820 + bayesian.LARGE,))
+    draws = jax.jit(jax.vmap(lambda key: gaussian.draw(key, q, pool)))(jax.random.split(jax.random.key(1), 20000))
+    kernel, bias = np.asarray(draws["kernel"]), np.asarray(draws["bias"])
+    directions = {
+        "weight": kernel[:, 3, 5],
+        "unit": kernel[:, :, 5].sum(axis=1) / np.sqrt(40),
+        "row": kernel[:, 3].sum(axis=1) / np.sqrt(20),
+        "all": kernel.sum(axis=(1, 2)) / np.sqrt(800),
+        "layers": (kernel[:, :, 5].sum(axis=1) + bias[:, 5]) / np.sqrt(41),
+    }
+    for name, values in directions.items():
+        assert abs(values.mean()) < 0.03, name
+        assert abs(values.var() - 1) < 0.06, name
+        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.03, name
 
 
-def test_large_networks_draw_from_a_pool():
+def test_large_networks_draw_from_a_pool_that_changes_from_step_to_step():
     network = mlp((28, 28), Categorical(10), hidden=(32,))
     q = bayesian.init(network, KEY, 0.0)
     assert sum(leaf.size for leaf in jax.tree.leaves(q.mean)) >= bayesian.LARGE
-    seen = []
 
     def fit(q, key, pool, batch):
-        assert pool is not None
-        drawn = gaussian.draw(key, q, pool)
-        seen.append(None)
-        return jnp.sum(drawn["head"]["bias"])
+        return jnp.sum(gaussian.draw(key, q, pool)["body"]["dense0"]["bias"] * jnp.arange(32.0))
 
     data = Data(jnp.zeros((4, 28, 28)), jnp.zeros(4, int), jnp.ones(4, bool))
-    still = Training(epochs=3, batch=4, lr=0.0)
-    moved, _, value = bayesian.follow(network, fit, None, None, q, q, still, jnp.float32(0), KEY, data)
-    assert seen
-    assert np.isfinite(value)
-    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(q), strict=True):
-        np.testing.assert_array_equal(a, b)
+    still = Training(epochs=1, batch=4, lr=0.0)
+    values = [
+        float(bayesian.follow(network, fit, None, None, q, q, still, jnp.float32(0), jax.random.key(seed), data)[2])
+        for seed in range(3)
+    ]
+    assert len(set(values)) == 3
+    twice = Training(epochs=2, batch=4, lr=0.0)
+    both = float(bayesian.follow(network, fit, None, None, q, q, twice, jnp.float32(0), jax.random.key(0), data)[2])
+    assert both != pytest.approx(values[0])  # the mean of two steps whose noise differs
+
+
+def test_a_step_with_its_copy_by_hand():
+    """(10) and (11) by SGD, on a minibatch: q moves under the fixed prior, then the copy moves towards q, both divided by n."""
+    network, data = line(4), regression(30)
+    algorithm = BPFed(network, ("own",), kl=2.0, rho=-1.0, train=Training(epochs=1, batch=30, lr=0.1))
+    server, local = algorithm.init_server(KEY), algorithm.init_local(KEY, data)
+    prior = MeanField(*(trees.merge(*pair) for pair in zip(local.eta, server.zeta, strict=True)))
+    q = jax.tree.map(lambda leaf: leaf + 0.3, prior)
+    copy, _ = algorithm._fit(q, None, prior, algorithm.train, jnp.float32(0.1), KEY, data)
+    steps = jax.random.fold_in(jax.random.fold_in(KEY, 0), np.uint32(0xFFFFFFFF))
+    key = jax.random.fold_in(jax.random.fold_in(steps, 0), 0)
+    slope = jax.grad(lambda q: bayesian.loss(network, key, q, data) + 2 / 30 * gaussian.kl(q, prior))(q)
+    moved = jax.tree.map(lambda leaf, g: leaf - 0.1 * g, q, slope)
+    slope = jax.grad(lambda w: 2 / 30 * gaussian.kl(moved, w))(prior)
+    expected = jax.tree.map(lambda leaf, g: leaf - 0.1 * g, prior, slope)
+    assert_close(copy, expected, 1e-5)
+
+
+def test_minibatches_weigh_the_divergence_by_all_rows():
+    """With kl = 2 the rows count half; ten of thirty rows at a time come to the same optimum."""
+    algorithm = exact(kl=2.0, M=64, train=Training(epochs=300, optimiser="adam", batch=10, lr=0.02))
+    data = regression(30)
+    mean, sigma = parts(settled(algorithm, algorithm.init_server(KEY).zeta, algorithm.init_local(KEY, data).eta, data))
+    x, y = np.asarray(data.x, np.float64), np.asarray(data.y, np.float64)
+    precision = x.T @ x / 0.25 / 2 + np.eye(4) / np.log(2.0) ** 2
+    np.testing.assert_allclose(mean, np.linalg.solve(precision, x.T @ y / 0.25 / 2), atol=0.15 * sigma.min())
+    np.testing.assert_allclose(sigma, 1 / np.sqrt(np.diag(precision)), rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["constant", "low rank", "gram", "whole numbers"])
+def test_a_product_that_has_as_many_entries_as_rows_by_accident_is_no_layer(kind):
+    applies = {
+        "constant": lambda w, x: x @ (jnp.arange(6.0).reshape(3, 2) @ w),
+        "low rank": lambda w, x: x @ (jnp.ones((3, 2)) @ jax.nn.relu(w)),
+        "gram": lambda w, x: x @ (x.T @ jnp.concatenate([w, w[:1]])),
+        "whole numbers": lambda w, x: x[:, :2] @ jnp.round(4 * w).astype(jnp.int32).astype(jnp.float32),
+    }
+    apply, x = applies[kind], jax.random.normal(KEY, (3, 3))
+    q = MeanField(jnp.ones((2, 2)), jnp.full((2, 2), 0.0))
+    split = jax.random.split(jax.random.key(1), 20000)
+    drawn = jax.jit(jax.vmap(lambda key: apply(gaussian.draw(key, q), x)))(split)
+    local = jax.jit(jax.vmap(lambda key: bayesian.locally(apply, key, q, x)))(split)
+    np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
+
+
+def test_padding_rows_change_no_other_rows_noise():
+    q, x = MeanField(jnp.ones((2, 3)), jnp.zeros((2, 3))), jax.random.normal(KEY, (5, 3))
+    for apply in (lambda w, x: x @ w.T, lambda w, x: jax.vmap(lambda row: w @ row)(x)):
+        few, many = (bayesian.locally(apply, KEY, q, x[:n]) for n in (3, 5))
+        np.testing.assert_allclose(few, many[:3], rtol=1e-6)
 
 
 def test_local_noise_differs_between_rows_and_drawn_weights_do_not():
@@ -286,6 +344,9 @@ def test_deviations_are_less_for_more_rows():
 
 def test_bad_options_are_refused(model):
     for options, word in (({"M": 0}, "M"), ({"kl": -1.0}, "kl"), ({"average": "mean"}, "average"), ({"draws": 0}, "draws")):
+        with pytest.raises(UserError, match=word):
+            BPFed(model, **options)
+    for options, word in (({"rho": -200.0}, "rho"), ({"train": Training(weight_decay=0.1)}, "weight_decay")):
         with pytest.raises(UserError, match=word):
             BPFed(model, **options)
     with pytest.raises(UserError, match="covers every parameter"):

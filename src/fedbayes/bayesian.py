@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import gaussian, trees
 from fedbayes.algorithm import Data, Params
+from fedbayes.errors import UserError
 from fedbayes.gaussian import MeanField
 from fedbayes.models import Model
 from fedbayes.training import Training, local_steps, masked_mean
@@ -37,6 +38,14 @@ def init(model: Model, key: PRNGKeyArray, rho: float, spread: float | None = Non
     if spread is not None:
         mean = jax.tree.map(lambda noise: spread * noise, trees.normal_like(key, mean))
     return MeanField(mean, jax.tree.map(lambda leaf: jnp.full(leaf.shape, rho), mean))
+
+
+def check(rho: float, kl: float, *trainings: Training) -> None:
+    """Refuse settings under which a Gaussian network's numbers mean nothing."""
+    if kl and rho < LEAST:
+        raise UserError(f"rho is {rho}, so that deviations vanish and a divergence has no meaning; give at least {LEAST:g}")
+    if any(training.weight_decay for training in trainings):
+        raise UserError("weight_decay pulls deviations too, where the prior's divergence does its work; leave it 0")
 
 
 def predict(model: Model, key: PRNGKeyArray, q: MeanField, x: Shaped[Array, "n ..."], draws: int) -> Float[Array, "s n k"]:
@@ -91,7 +100,7 @@ def follow(
     count = sum(leaf.size for leaf in jax.tree.leaves((q if drawn is None else drawn).mean))
     pool = None
     if count >= LARGE:
-        pool = jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (2 * count,))
+        pool = jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (count + max(LARGE, count // 8),))
 
     def move(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
         with trees.other_peoples_code():
@@ -120,9 +129,11 @@ def follow(
     return q, w, total / jnp.maximum(count, 1)
 
 
+LEAST = -40.0
+"""Of ρ under a divergence: below it 1/σ² leaves single precision."""
 LARGE = 20_000
-"""Weights from which on noise comes from a pool. Its windows have one place more than there are weights, so that what a weight
-sees over many steps has mean 0 and variance 1 to a hundredth; a small network's noise costs little anyway."""
+"""Weights from which on noise comes from a pool, and least places of its windows, so that what a weight sees over many steps
+has variance 1 to a hundredth. A small network's noise costs little anyway."""
 
 
 class _Weights(NamedTuple):
@@ -142,28 +153,68 @@ def locally(
     """The outputs of `apply` with local reparametrisation of each dense layer, found in the program that JAX makes of it.
 
     A dense layer is a product of weights, used nowhere else, with one vector for each row of x. Other weights, biases and
-    convolutions among them, are drawn once for all rows.
+    convolutions among them, are drawn once for all rows. What a row gives must not depend on other rows, as it would with
+    statistics of a batch.
 
     >>> q = MeanField(jnp.ones((2, 1)), jnp.full((2, 1), -200.0))  # no deviation
     >>> locally(lambda w, x: x @ w, jax.random.key(0), q, jnp.ones((3, 2))).ravel().tolist()
     [2.0, 2.0, 2.0]
     """
     closed, shape = jax.make_jaxpr(apply, return_shape=True)(q.mean, x)
+    dense = _dense_products(apply, q, x)
     means, rhos = jax.tree.leaves(q.mean), jax.tree.leaves(q.rho)
     weights = [
         _Weights(mean, gaussian.deviation(rho), jax.random.fold_in(key, place))
         for place, (mean, rho) in enumerate(zip(means, rhos, strict=True))
     ]
-    outputs = _run(closed.jaxpr, closed.consts, [*weights, x], len(x))
+    outputs = _run(closed.jaxpr, closed.consts, [*weights, x], dense.__getitem__)
     return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+
+def _dense_products(apply: Any, q: MeanField, x: Any) -> list[bool]:
+    """Of the products with weights, in order, whether each is a dense layer: with one more row of x it has one more vector."""
+    found = []
+    for n in (len(x), len(x) + 1):
+        sizes: list[int | None] = []
+
+        def run(q: MeanField, x: Any, sizes: list[int | None] = sizes) -> Any:
+            closed = jax.make_jaxpr(apply)(q.mean, x)
+            key = jax.random.key(0)
+            weights = [_Weights(mean, mean, key) for mean in jax.tree.leaves(q.mean)]
+
+            def look(number: int) -> bool:
+                return False
+
+            return _run(closed.jaxpr, closed.consts, [*weights, x], look, sizes)
+
+        try:
+            jax.eval_shape(run, q, jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype))
+        except TypeError:  # a program for so many rows alone, whose rows depend on each other
+            sizes.clear()
+        found.append(sizes)
+    one, other = found
+    if len(one) != len(other):
+        return [False] * len(one)
+    n = len(x)
+    return [(a, b) == (n, n + 1) for a, b in zip(one, other, strict=True)]
 
 
 _MOVES = ("reshape", "transpose", "squeeze", "convert_element_type")
 """What leaves each weight in one place."""
 
 
-def _run(jaxpr: core.Jaxpr, consts: list[Any], inputs: list[Any], n: int) -> list[Any]:
-    """Evaluate a program some of whose inputs are weights not yet drawn."""
+def _run(
+    jaxpr: core.Jaxpr,
+    consts: list[Any],
+    inputs: list[Any],
+    dense: Callable[[int], bool],
+    sizes: list[int | None] | None = None,
+) -> list[Any]:
+    """Evaluate a program some of whose inputs are weights not yet drawn; `dense` tells of its products by their number.
+
+    `sizes` gets, for each product with weights, how many vectors they meet, or None where it is no product with vectors.
+    """
+    sizes = [] if sizes is None else sizes
     used = Counter(id(var) for eqn in jaxpr.eqns for var in eqn.invars) + Counter(id(var) for var in jaxpr.outvars)
     known: dict[int, Any] = {}
 
@@ -183,14 +234,17 @@ def _run(jaxpr: core.Jaxpr, consts: list[Any], inputs: list[Any], n: int) -> lis
             keep(eqn.outvars, _bind(eqn, values))
         elif eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
-            keep(eqn.outvars, _run(inner.jaxpr, inner.consts, values, n))
-        elif eqn.primitive.name in _MOVES:
+            keep(eqn.outvars, _run(inner.jaxpr, inner.consts, values, dense, sizes))
+        elif _moves(eqn):
             (weights,) = values
             mean, sigma = (_bind(eqn, [part])[0] for part in weights[:2])
             keep(eqn.outvars, [_Weights(mean, sigma, weights.key)])
-        elif _dense(eqn, values, n):
-            keep(eqn.outvars, [_product(eqn, values)])
         else:
+            if eqn.primitive.name == "dot_general":
+                sizes.append(_vectors(eqn, values))
+                if dense(len(sizes) - 1):
+                    keep(eqn.outvars, [_product(eqn, values)])
+                    continue
             keep(eqn.outvars, _bind(eqn, [value.drawn() if isinstance(value, _Weights) else value for value in values]))
     return [value.drawn() if isinstance(value := read(variable), _Weights) else value for variable in jaxpr.outvars]
 
@@ -200,20 +254,29 @@ def _bind(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def _dense(eqn: core.JaxprEqn, values: list[Any], n: int) -> bool:
-    """Whether this is a product of weights with one vector for each row."""
-    if eqn.primitive.name != "dot_general" or sum(isinstance(value, _Weights) for value in values) != 1:
-        return False
+def _moves(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation leaves each weight what it is, in one place."""
+    return eqn.primitive.name in _MOVES and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+
+
+def _vectors(eqn: core.JaxprEqn, values: list[Any]) -> int | None:
+    """How many vectors a product of weights is with."""
+    if sum(isinstance(value, _Weights) for value in values) != 1:
+        return None
     contracted, batched = eqn.params["dimension_numbers"]
     place = 1 - next(place for place, value in enumerate(values) if isinstance(value, _Weights))
     free = [size for axis, size in enumerate(values[place].shape) if axis not in contracted[place]]
-    return free == [n] and not any(batched)
+    return free[0] if len(free) == 1 and not any(batched) else None
 
 
 def _product(eqn: core.JaxprEqn, values: list[Any]) -> Array:
-    weights = next(value for value in values if isinstance(value, _Weights))
+    place = next(place for place, value in enumerate(values) if isinstance(value, _Weights))
+    weights = values[place]
     with_means = [value.mean if isinstance(value, _Weights) else value for value in values]
     with_squares = [value.sigma**2 if isinstance(value, _Weights) else value**2 for value in values]
     mean, variance = _bind(eqn, with_means)[0], _bind(eqn, with_squares)[0]
     deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1.0)), 0.0)  # finite slopes at 0
-    return mean + deviation * jax.random.normal(weights.key, mean.shape)
+    if place == 1:  # rows come first
+        return mean + deviation * jax.random.normal(weights.key, mean.shape)
+    noise = jax.random.normal(weights.key, (mean.shape[-1], *mean.shape[:-1]))  # so that padding rows change no other's noise
+    return mean + deviation * jnp.moveaxis(noise, 0, -1)

@@ -50,6 +50,11 @@ def keep_compiled() -> None:
         cache.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        if "jax" in sys.modules:  # which has read its environment already
+            config = sys.modules["jax"].config
+            if config.jax_compilation_cache_dir is None:
+                config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+                config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

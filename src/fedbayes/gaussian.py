@@ -208,9 +208,9 @@ def rho_of(sigma: Float[Array, "*n"]) -> Float[Array, "*n"]:
 def draw(key: PRNGKeyArray, q: MeanField, pool: Float[Array, " m"] | None = None) -> Any:
     """Weights μ + σ ε.
 
-    With a pool of standard normal numbers, more than there are weights, ε is a window of it at a random place. So each draw is
-    of independent numbers; the numbers of one draw come back in others, at other weights. Where a pool serves for many draws
-    it takes a tenth of the time of new numbers.
+    With a pool of standard normal numbers, more than there are weights, ε is a window of it at a random place, with new random
+    signs for each row and each column of a matrix. Over draws from one pool P, Σ a_dk ε_dk then has mean 0 and variance
+    Σ a_dk² P_dk² in every direction a; magnitudes come back, at other weights. It takes a fraction of the time of new noise.
     """
     noise = trees.normal_like(key, q.mean) if pool is None else _window(key, pool, q.mean)
     return jax.tree.map(lambda mean, rho, e: mean + deviation(rho) * e, q.mean, q.rho, noise)
@@ -220,26 +220,29 @@ def _window(key: PRNGKeyArray, pool: Float[Array, " m"], like: Any) -> Any:
     leaves, structure = jax.tree.flatten(like)
     starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
     place = jax.random.randint(key, (), 0, pool.size - int(starts[-1]) + 1)
-    parts = [
-        jax.lax.dynamic_slice(pool, (place + int(start),), (leaf.size,)).reshape(leaf.shape)
-        for start, leaf in zip(starts, leaves, strict=False)
-    ]
-    return jax.tree.unflatten(structure, parts)
+
+    def signed(number: int, leaf: Array) -> Array:
+        columns = leaf.shape[-1] if leaf.ndim > 1 else 1
+        rows = leaf.size // columns
+        signs = jax.random.rademacher(jax.random.fold_in(key, number + 1), (rows + columns,), jnp.float32)
+        part = jax.lax.dynamic_slice(pool, (place + int(starts[number]),), (leaf.size,)).reshape(rows, columns)
+        return (part * signs[:rows, None] * signs[None, rows:]).reshape(leaf.shape)
+
+    return jax.tree.unflatten(structure, [signed(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 class Prior(NamedTuple):
-    """What KL(· ‖ p) needs of p, computed once for many steps: means, precisions and Σ log σ."""
+    """What KL(· ‖ p) needs of p, computed once for many steps: means, precisions and log σ."""
 
     mean: Any
     precision: Any
-    log_sigma: Float[Array, ""]
+    log_sigma: Any
 
 
 def prior(p: MeanField) -> Prior:
     """`p` as a prior."""
     sigma = jax.tree.map(deviation, p.rho)
-    logs = jax.tree.reduce(jnp.add, jax.tree.map(lambda s: jnp.sum(jnp.log(s)), sigma))
-    return Prior(p.mean, jax.tree.map(lambda s: 1 / s**2, sigma), logs)
+    return Prior(p.mean, jax.tree.map(lambda s: 1 / s**2, sigma), jax.tree.map(jnp.log, sigma))
 
 
 def kl(q: MeanField, p: MeanField | Prior) -> Float[Array, ""]:
@@ -251,12 +254,11 @@ def kl(q: MeanField, p: MeanField | Prior) -> Float[Array, ""]:
     """
     held = prior(p) if isinstance(p, MeanField) else p
 
-    def term(mean: Array, rho: Array, mean_p: Array, precision: Array) -> Array:
+    def term(mean: Array, rho: Array, mean_p: Array, precision: Array, log_sigma: Array) -> Array:
         sigma = deviation(rho)
-        return jnp.sum(((sigma**2 + (mean - mean_p) ** 2) * precision - 1) / 2 - jnp.log(sigma))
+        return jnp.sum(((sigma**2 + (mean - mean_p) ** 2) * precision - 1) / 2 + log_sigma - jnp.log(sigma))
 
-    terms = jax.tree.map(term, q.mean, q.rho, held.mean, held.precision)
-    return jax.tree.reduce(jnp.add, terms) + held.log_sigma
+    return jax.tree.reduce(jnp.add, jax.tree.map(term, q.mean, q.rho, *held))
 
 
 def kl_diagonal(

@@ -37,17 +37,22 @@ class States(Generic[Local]):
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
+            _sync_folder(folder)
         content = os.pread(self._tags.fileno(), count * 8, 0)
         written = np.frombuffer(content[: len(content) // 4 * 4], np.int32)
         self._rounds = np.zeros((count, 2), np.int32)
         self._rounds.reshape(-1)[: written.size] = written
         self._newest = np.zeros(count, np.int32)
 
-    def rewind(self, round: int) -> None:
-        """Make the states those of a checkpoint at `round`: whatever was written later does not count."""
+    def rewind(self, round: int, *, looking: bool = False) -> None:
+        """Make the states those of a checkpoint at `round`: whatever was written later does not count.
+
+        With `looking`, in memory alone: the files keep what is later.
+        """
         self._committed = round
         self._rounds[self._rounds > round] = 0
-        _write(self._tags.fileno(), self._rounds.tobytes(), 0)
+        if not looking:
+            _write(self._tags.fileno(), self._rounds.tobytes(), 0)
         self._newest = np.argmax(self._rounds, axis=1).astype(np.int32)
 
     def commit(self, round: int) -> None:
@@ -103,6 +108,10 @@ class States(Generic[Local]):
         """A checksum of who has a state of which round, for the checkpoint."""
         return zlib.crc32(self._rounds.max(axis=1).tobytes())
 
+    def has(self, client: int, round: int) -> bool:
+        """Whether a client's state after a round is here; of states without a number, all are."""
+        return not self._record or bool((self._rounds[client] == round).any())
+
     def trained(self) -> np.ndarray:
         """Which clients have a state of their own."""
         return np.asarray(self._rounds.any(axis=1))
@@ -114,6 +123,16 @@ class States(Generic[Local]):
         for file in (getattr(self, "_states", None), getattr(self, "_tags", None)):
             if file is not None:
                 file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, and its own name."""
+    for path in (folder, folder.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open(path: Path) -> Any:

@@ -4,7 +4,8 @@
 
 A share of a client's training rows, always the same ones, takes no part in its training; on them its temperature is found after
 each round, and after `adapt`. With few rows the prior of log T keeps it near 1. No prediction changes its most probable label
-where it has one draw. The messages are those of the algorithm inside: the temperature stays with the client.
+where it has one draw. The messages are those of the algorithm inside: the temperature stays with the client. It is that of the
+client's last round, found with the broadcast of that round; `adapt` finds it with the present one.
 
 Reference:
     Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML 2017.
@@ -28,8 +29,10 @@ from fedbayes.training import shuffle
 
 LARGEST = math.log(20.0)
 """Of |log T|."""
-STEPS = 30
-"""Of the search by golden sections, each of which leaves 62 % of the interval."""
+GRID = 33
+"""Places that are tried first."""
+STEPS = 20
+"""Of the search by golden sections around the best of them, each of which leaves 62 % of the interval."""
 
 
 class Local(NamedTuple):
@@ -116,6 +119,9 @@ class Tempered(Algorithm[Any, Local, Any, Any]):
             mixture = jax.nn.logsumexp(each, axis=0) - math.log(outputs.shape[0])
             return log_temperature**2 / 2 - jnp.sum(jnp.where(data.mask, mixture, 0.0))
 
+        grid = jnp.linspace(-LARGEST, LARGEST, GRID)
+        best = grid[jnp.argmin(jax.vmap(loss)(grid))]
+        step = 2 * LARGEST / (GRID - 1)
         golden = (math.sqrt(5) - 1) / 2
 
         def narrow(_: Any, ends: Any) -> Any:
@@ -124,5 +130,5 @@ class Tempered(Algorithm[Any, Local, Any, Any]):
             lower = loss(left) < loss(right)
             return jnp.where(lower, low, left), jnp.where(lower, right, high)
 
-        low, high = jax.lax.fori_loop(0, STEPS, narrow, (jnp.float32(-LARGEST), jnp.float32(LARGEST)))
+        low, high = jax.lax.fori_loop(0, STEPS, narrow, (best - step, best + step))
         return (low + high) / 2

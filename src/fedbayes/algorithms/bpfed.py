@@ -15,9 +15,9 @@ round; `kl` above 1 holds against it. The mean of means and deviations is the Wa
 the other averages are options.
 
 With ρ = −200 no deviation is left, and with kl = 0 the rest is FedPer; with `alternate`, FedRep; with the split turned round,
-LG-FedAvg. The paper does not say which parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on
-(11) would undo the one on (10); if the prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the
-prior in (10) does not, and the copy is returned.
+LG-FedAvg; each with the same `uniform`. The paper does not say which parameters (11) moves and which of two copies it returns.
+If it moved q, an Adam step on (11) would undo the one on (10); if the prior in (10) moved as pFedBayes' does, nothing would
+hold q. Here the copy moves, the prior in (10) does not, and the copy is returned.
 
 Reference:
     Chen, Liu, Cao, Zhang. Bayesian personalized federated learning with shared and personalized uncertainty
@@ -123,6 +123,7 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
         if not self.kl >= 0:
             raise UserError(f"kl is {self.kl}, but it weighs a divergence: give 0 or more")
+        bayesian.check(self.rho, self.kl, self.head, self.train, self.tune)
         if self.average not in ("wasserstein", "plain", "precision"):
             raise UserError(f'average is "{self.average}", but it is wasserstein, plain or precision')
 

@@ -7,7 +7,7 @@
 
 The step is the gradient of f_i(w − α ∇f_i(w; D); D'), which JAX takes through the inner step, second derivatives and all. The
 paper estimates its Hessian on a third batch D''; here D serves. With `first_order` the Hessian is left out, as in the paper's
-Per-FedAvg (FO); then α may be 0, and it is FedAvg on the second halves.
+Per-FedAvg (FO). With α = 0 it is FedAvg on the second halves.
 
 Reference:
     Fallah, Mokhtari, Ozdaglar. Personalized federated learning: a meta-learning approach. NeurIPS 2020.

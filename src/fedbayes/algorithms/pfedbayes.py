@@ -4,9 +4,10 @@
     client:  for each minibatch: `personal_steps` Adam steps on q_i:  −Σ log p(y | x, θ) + ζ/B · KL(q_i ‖ w_i),  θ ~ q_i,
              then one on its copy w_i of the shared one:  ζ/B · KL(q_i ‖ w_i);          B is the number of minibatches
     server:  w ← (1 − β) w + β Σ_i n_i w_i / Σ_i n_i, means and ρ alike, with σ = log(1 + e^ρ)
-    adapt:   q_i alone is fitted to the client's rows, from w, with w as its prior
+    adapt:   q_i alone is fitted to the client's rows, from itself or, where there is none, from w, with w as its prior
 
-θ is drawn with noise of deviation 1, of which the public code has a thousandth.
+θ is drawn with noise of deviation 1, of which the public code has a thousandth. The public code divides ζ by the number of
+local steps, 20; here B is the number of minibatches in an epoch, so that with ζ = 1 the sum over an epoch is the bound.
 
 Reference:
     Zhang, Li, Li, Guo, Shao. Personalized federated learning via variational Bayesian inference. ICML 2022.
@@ -92,6 +93,7 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
         for name in ("personal_steps", "draws"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
+        bayesian.check(self.rho, self.zeta, self.train, self.tune)
         if not self.zeta >= 0 or not 0 < self.beta <= 1:
             raise UserError(f"zeta is {self.zeta} and beta {self.beta}; zeta is not negative, and beta above 0 and at most 1")
 
@@ -151,6 +153,7 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
         def fit(q: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
             return rows(batch) * bayesian.loss(self.model, key, q, batch, pool, local=self.local_reparametrisation)
 
+        pull = divergence if self.zeta else None
         following = None if fixed else divergence
         steps = self.personal_steps
-        return bayesian.follow(self.model, fit, divergence, following, q, w, training, lr, key, data, steps)
+        return bayesian.follow(self.model, fit, pull, following, q, w, training, lr, key, data, steps)

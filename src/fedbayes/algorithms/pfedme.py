@@ -6,7 +6,8 @@
     server:  w ← (1 − β) w + β 1/S Σ_i w_i
     adapt:   θ alone, w as it is
 
-θ is the client's own model and stays with it; a client that has none starts it at w.
+θ is the client's own model and stays with it; a client that has none starts it at w. The authors' code starts it at w in each
+round.
 
 Reference:
     Dinh, Tran, Nguyen. Personalized federated learning with Moreau envelopes. NeurIPS 2020.
@@ -69,8 +70,10 @@ class PFedMe(Algorithm[Server, Local, Down, Up]):
             raise UserError(f"K is {self.K}, but it is at least 1")
         if not self.beta > 0:
             raise UserError(f"beta is {self.beta}, but it must be above 0")
-        if self.train.optimiser != "sgd" or self.train.momentum:
-            raise UserError("pFedMe's step on w is η λ (w − θ), so its `train` has neither momentum nor another optimiser")
+        if self.train.optimiser != "sgd" or self.train.momentum or self.train.weight_decay or self.train.clip:
+            raise UserError(
+                "pFedMe's step on w is η λ (w − θ), so its `train` has no momentum, weight_decay, clip or other optimiser"
+            )
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ import numpy as np
 from fedbayes import keys, reduce, trees, wire
 from fedbayes.cohort import broadcast, server_step
 from fedbayes.deploy.experiment import Experiment
+from fedbayes.deploy.site import locked
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, is_numeric, summary
 from fedbayes.runs import SCHEMA, describe, title, write
@@ -30,6 +32,10 @@ from fedbayes.stances import likelihood_of, no_scores
 log = logging.getLogger("fedbayes")
 PAUSE = 0.5
 """Seconds between two looks at who can be reached."""
+GRACE = 10.0
+"""Seconds that the first round and the end wait for everyone, where fewer would do."""
+TRIES = 3
+"""How often a round is tried that has too few answers."""
 
 
 class Request(NamedTuple):
@@ -63,6 +69,10 @@ class Refused(UserError):
     """An answer that does not count."""
 
 
+class TooFew(UserError):
+    """A round without enough answers; the state before it is kept."""
+
+
 class Coordinator:
     """An experiment's server: its state, the round that it has reached, and what it counted of whom.
 
@@ -77,28 +87,41 @@ class Coordinator:
         self.counted = dict.fromkeys(range(experiment.sites), 0)
         self.run = secrets.token_hex(8)
         self.history: list[dict[str, Any]] = []
-        self.folder.mkdir(parents=True, exist_ok=True)
+        wire.check(wire.manifest(experiment.algorithm, experiment.example))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise UserError(f"the run cannot be kept in {self.folder}: {problem.strerror}; choose another `out`") from None
         if (self.folder / "checkpoint.safetensors").exists():
             self._restore()
 
     def finish(self, post: Post) -> dict[str, Any]:
         """All rounds that are left, then every site's score; gives the result, which is in result.json too."""
-        if self.round:
-            log.info("going on after round %d", self.round)
-        while self.round < self.experiment.rounds:
-            self.step(post)
-        return self.conclude(post)
+        with locked(self.folder, "the server"):
+            if self.round:
+                log.info("going on after round %d", self.round)
+            tries = 0
+            while self.round < self.experiment.rounds:
+                try:
+                    self.step(post)
+                    tries = 0
+                except TooFew as problem:
+                    tries += 1
+                    if tries == TRIES:
+                        raise
+                    log.warning("%s; it is tried again", problem)
+            return self.conclude(post)
 
     def step(self, post: Post) -> None:
-        """One round. Fewer answers than the minimum leave everything as it was, and the round is tried again."""
+        """One round. Fewer answers than the minimum leave everything as it was."""
         round = self.round + 1
         key = keys.of_round(self.experiment.seed, round)
         down = broadcast(self.experiment.algorithm, key, self.state)
         cohort = self.chosen(round)
         least = min(self.experiment.minimum or len(cohort), len(cohort))
-        present = self._present(post, cohort, least)
+        present = self._present(post, cohort, least, 0.0 if self.round else GRACE)
         if len(present) < least:
-            raise UserError(
+            raise TooFew(
                 f"round {round} needs {least} of sites {_list(cohort)}, but only {_list(present) or 'none'} can be reached; "
                 "start the others, or lower `minimum`"
             )
@@ -106,21 +129,25 @@ class Coordinator:
         requests = {n: Request("round", self._facts(round, n), arrays) for n in present}
         partial, stacks, answered = None, {}, []
         for reply in post.ask(requests, self.experiment.patience):
+            number = reply.site
             try:
-                if reply.site not in requests or reply.site in answered:
+                if number not in requests or number in answered:
                     raise Refused("an answer that nobody asked for")
-                up = self._accept(reply, round)
+                up = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self._accept(reply, round))
+                del reply  # its arrays are large
+                more = _added(reduce.empty(self.experiment.up) if partial is None else partial, up)
+                if not bool(trees.finite(more)):
+                    raise Refused("with it the sum is too large for its numbers")
+                partial = more
             except UserError as problem:
-                log.warning("round %d: the answer of site %d is refused: %s", round, reply.site, problem)
+                log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue
-            up = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], up)
-            partial = reduce.add(reduce.empty(self.experiment.up) if partial is None else partial, up, jnp.ones(1))
-            stacks[reply.site] = reduce.stacked(up)
-            answered.append(reply.site)
+            stacks[number] = reduce.stacked(up)
+            answered.append(number)
         if missing := sorted(set(cohort) - set(answered)):
             log.warning("round %d: sites %s are not counted", round, _list(missing))
         if partial is None or len(answered) < least:
-            raise UserError(
+            raise TooFew(
                 f"round {round}: {len(answered)} of {len(cohort)} sites gave an answer that counts, but {least} are needed; "
                 "the state after the round before is kept"
             )
@@ -139,7 +166,8 @@ class Coordinator:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
         down = broadcast(self.experiment.algorithm, keys.of_round(self.experiment.seed, self.round + 1), self.state)
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
-        requests = {number: Request("score", self._facts(self.round, number), arrays) for number in post.sites()}
+        everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
+        requests = {number: Request("score", self._facts(self.round, number), arrays) for number in everyone}
         networked = self.experiment.networked
         stances = self.experiment.stances if networked else ()
         scores = {stance: no_scores(self.experiment.sites) for stance in stances}
@@ -170,7 +198,8 @@ class Coordinator:
         if networked:
             numeric = is_numeric(likelihood_of(self.experiment.algorithm))
             result["metrics"] = {stance: {"participating": summary(Score(*one), numeric)} for stance, one in scores.items()}
-        write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
+        if scored or not (self.folder / "result.json").exists():
+            write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
         return result
 
     def chosen(self, round: int) -> list[int]:
@@ -182,12 +211,13 @@ class Coordinator:
         draw = np.random.default_rng([self.experiment.seed, round])
         return np.sort(draw.choice(everyone, cohort, replace=False)).tolist()
 
-    def _present(self, post: Post, cohort: list[int], least: int) -> list[int]:
-        """The sites of a cohort that can be reached; where they are too few, after waiting for more."""
-        end = time.monotonic() + self.experiment.patience
+    def _present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
+        """The sites of a cohort that can be reached: all, or after some grace enough of them, or when patience ends what is."""
+        began = time.monotonic()
         while True:
-            present = sorted(set(cohort) & set(post.sites()))
-            if len(present) >= least or time.monotonic() > end:
+            present, waited = sorted(set(cohort) & set(post.sites())), time.monotonic() - began
+            enough = len(present) >= least and waited >= min(grace, self.experiment.patience)
+            if len(present) == len(cohort) or enough or waited > self.experiment.patience:
                 return present
             time.sleep(PAUSE)
 
@@ -206,11 +236,11 @@ class Coordinator:
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
             raise Refused(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
         up = wire.assemble(reply.arrays, self.experiment.up, "the upload", finite=True)
-        weight = getattr(up, "weight", None)
-        if weight is not None and (np.asarray(weight) < 0).any():
-            raise Refused("its weight is negative")
+        weight = float(getattr(up, "weight", 0.0))
+        if weight < 0 or (self.experiment.weight is not None and weight > self.experiment.weight):
+            raise Refused(f"its weight is {weight:.4g}, below 0 or above what is allowed")
         if self.experiment.norm is not None:
-            norm = float(np.sqrt(sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in self._judged(up))))
+            norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in self._judged(up)))
             if norm > self.experiment.norm:
                 raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
         return up
@@ -240,6 +270,11 @@ class Coordinator:
         self.counted = {int(number): last for number, last in facts["counted"].items()}
         lines = (self.folder / "metrics.jsonl").read_text().splitlines() if (self.folder / "metrics.jsonl").exists() else []
         self.history = [entry for entry in map(json.loads, lines) if entry["round"] <= self.round]
+
+
+@jax.jit
+def _added(partial: Any, up: Any) -> Any:
+    return reduce.add(partial, up, jnp.ones(1))
 
 
 def _list(numbers: Any) -> str:

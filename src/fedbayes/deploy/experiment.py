@@ -18,7 +18,7 @@ from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
-from fedbayes.runs import describe, title
+from fedbayes.runs import describe, digest_of_programs, title
 
 
 class SiteData(NamedTuple):
@@ -63,6 +63,7 @@ class Experiment:
         minimum: Fewest sites whose answers make a round; by default all of its cohort.
         patience: Seconds that a round waits for its sites.
         norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
+        weight: Largest weight of an upload, such as the most rows that a site may have.
         stances: In which stances sites are scored at the end; none for structured models.
     """
 
@@ -76,6 +77,7 @@ class Experiment:
     minimum: int | None = None
     patience: float = 600.0
     norm: float | None = None
+    weight: float | None = None
     stances: tuple[str, ...] = ("global", "personal", "adapted")
 
     def __post_init__(self) -> None:
@@ -114,25 +116,25 @@ class Experiment:
         return jax.eval_shape(lambda: self.algorithm.broadcast(keys.of_round(self.seed, 1), self.server))
 
     @functools.cached_property
-    def up(self) -> Any:
-        """The shapes of `Up`."""
+    def _program(self) -> tuple[Any, Any]:
+        """A client's round on the example as a program, and the shapes of what it sends."""
         arrays, whole = trees.arrays_of(self.example)
         local = jax.eval_shape(lambda: self.local(self.example))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(
-            lambda key, down, local, given: self.algorithm.client(key, down, local, whole(given))[0],
-            key,
-            self.down,
-            local,
-            arrays,
-        )
+
+        def client(key: Any, down: Any, local: Any, given: Any) -> Any:
+            return self.algorithm.client(key, down, local, whole(given))[0]
+
+        return jax.make_jaxpr(client, return_shape=True)(key, self.down, local, arrays)
+
+    @property
+    def up(self) -> Any:
+        """The shapes of `Up`."""
+        return self._program[1]
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of what both sides have to agree on: the algorithm's settings and the names and shapes of its messages."""
-        shapes = {
-            side: {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in trees.named(tree).items()}
-            for side, tree in (("down", self.down), ("up", self.up))
-        }
-        told = [title(self.algorithm), describe(self.algorithm), shapes, self.seed, self.rounds]
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
+        told = [title(self.algorithm), describe(self.algorithm), self.seed, self.rounds, self.sites]
+        settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return settings + digest_of_programs(self._program[0])

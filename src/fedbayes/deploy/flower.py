@@ -4,7 +4,8 @@
                                      client = client_app(experiment)
 
 A site's own settings (`--node-config`) are its number, the folder of its state, and what `experiment.load` asks for, such as a
-file; none of them travels. Messages are the arrays of `Down` and `Up` under their names, and a few facts of the round.
+file; but for the number none of them travels. Messages are the arrays of `Down` and `Up` under their names, and a few facts of
+the round.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ POLL = 0.25
 """Seconds between two looks for answers."""
 GREETING = 120.0
 """Seconds that a node has to say which site it is."""
+AGAIN = 60.0
+"""Seconds after which a node that was refused is asked again."""
 
 
 def server_app(experiment: Experiment) -> ServerApp:
@@ -60,7 +63,11 @@ def client_app(experiment: Experiment) -> ClientApp:
 
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
-        return _answered(message, lambda: ({"number": _number(context), "fingerprint": experiment.fingerprint}, {}))
+        def work() -> tuple[dict[str, Any], dict[str, Any]]:
+            wire.check(wire.manifest(experiment.algorithm, experiment.example))
+            return {"number": int(_settings(context)["number"]), "fingerprint": experiment.fingerprint}, {}
+
+        return _answered(message, work)
 
     @app.train("round")
     def round(message: Message, context: Context) -> Message:
@@ -73,46 +80,54 @@ def client_app(experiment: Experiment) -> ClientApp:
     return app
 
 
-def site(experiment: Experiment, settings: Mapping[str, Any]) -> Site:
-    """The site that a node's settings describe."""
+class Told(UserError):
+    """An error of a site whose words hold nothing of its own, so that they may leave it."""
+
+
+def _settings(context: Context) -> dict[str, Any]:
+    """A node's own settings; in Flower's simulation a node has a partition instead of a number, and `state` is the run's."""
+    given = {"number": context.node_config.get("partition-id"), "state": context.run_config.get("state")}
+    settings = {name: value for name, value in given.items() if value not in (None, "")} | dict(context.node_config)
     for name in ("number", "state"):
         if name not in settings:
-            raise UserError(f"the site's settings lack {name}; start it with --node-config 'number=0 state=\"…\" …'")
-    return Site(experiment, int(settings["number"]), Path(str(settings["state"])).expanduser(), experiment.load(settings))
-
-
-def _number(context: Context) -> int:
-    if "number" not in context.node_config:
-        raise UserError("the site's settings lack number; start it with --node-config 'number=0 state=\"…\" …'")
-    return int(context.node_config["number"])
+            raise Told(f"the site's settings lack {name}; start it with --node-config 'number=0 state=\"…\" …'")
+    return settings
 
 
 def _at_site(experiment: Experiment, message: Message, context: Context, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     keep_compiled()
     facts = dict(message.content["facts"])
     if facts["fingerprint"] != experiment.fingerprint:
-        raise UserError("the server runs another experiment than this site; bring both to the same version of the project")
-    here = site(experiment, context.node_config)
-    if facts["site"] != here.number:
-        raise UserError(f"the server takes this for site {facts['site']}, but it is {here.number}")
+        raise Told("the server runs another experiment than this site; bring both to the same version of the project")
+    settings = _settings(context)
+    if facts["site"] != int(settings["number"]):
+        raise Told(f"the server takes this for site {facts['site']}, but it is {settings['number']}")
+    folder = Path(str(settings["state"])).expanduser()
+    here = Site(experiment, int(settings["number"]), folder, experiment.load(settings))
     down = wire.assemble(_arrays(message.content), experiment.down, "the broadcast", finite=True)
     answer = getattr(here, what)(facts["run"], facts["round"], facts["counted"], down)
     return {"run": facts["run"], "round": facts["round"]}, trees.named(answer)
 
 
 def _answered(message: Message, work: Any) -> Message:
-    """A reply; what goes wrong at the site is a sentence in it, and never a value."""
+    """A reply. What goes wrong at the site is written there; what leaves are words that hold nothing of the site's own."""
     try:
         facts, arrays = work()
-    except UserError as problem:
+    except Told as problem:
         log.error("%s", problem)
         facts, arrays = {"problem": str(problem)}, {}
+    except Exception as problem:
+        log.exception("the site cannot answer")
+        facts, arrays = {"problem": f"the site cannot answer ({type(problem).__name__}); its own log says why"}, {}
     return Message(_content({"version": __version__, **facts}, arrays), reply_to=message)
 
 
 def _content(facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> RecordDict:
-    record = ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
-    return RecordDict({"facts": ConfigRecord(dict(facts)), "arrays": record})
+    return RecordDict({"facts": ConfigRecord(dict(facts)), "arrays": _record(arrays)})
+
+
+def _record(arrays: Mapping[str, Any]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
 
 
 def _arrays(content: RecordDict) -> dict[str, np.ndarray]:
@@ -125,74 +140,80 @@ class FlowerPost:
     def __init__(self, grid: Grid, experiment: Experiment) -> None:
         self.grid, self.experiment = grid, experiment
         self.node_of: dict[int, int] = {}
-        self.refused: set[int] = set()
+        self.refused: dict[int, float] = {}
+        """Nodes that are not asked again before some time."""
 
     def sites(self) -> list[int]:
         """The numbers of the connected sites; a node that is new is asked which one it is."""
-        nodes = set(self.grid.get_node_ids())
-        self.refused &= nodes
-        known = {node: number for number, node in self.node_of.items()}
-        new = nodes - set(known) - self.refused
-        for node, message in self._exchange({node: ("query.hello", RecordDict(), "0") for node in new}, GREETING):
-            problem = _problem(message)
-            facts = {} if problem else dict(message.content["facts"])
-            number, problem = int(facts.get("number", -1)), problem or facts.get("problem")
-            if problem is None and facts.get("fingerprint") != self.experiment.fingerprint:
+        nodes, now = set(self.grid.get_node_ids()), time.monotonic()
+        self.refused = {node: until for node, until in self.refused.items() if until > now}
+        new = nodes - set(self.node_of.values()) - set(self.refused)
+        silent = set(new)
+        for node, reply in self._exchange({node: ("query.hello", RecordDict(), "0") for node in new}, GREETING):
+            silent.discard(node)
+            number, problem = int(reply.facts.get("number", -1)), reply.problem
+            if problem is None and reply.facts.get("fingerprint") != self.experiment.fingerprint:
                 problem = "it has another version of the experiment"
             if problem is None and not 0 <= number < self.experiment.sites:
                 problem = f"it says that it is site {number}, but there are {self.experiment.sites}, from 0 on"
             if problem is None and self.node_of.get(number, node) in nodes - {node}:
                 problem = f"another node is site {number} already"
             if problem is not None:
-                log.warning("node %s is refused: %s", node, problem)
-                self.refused.add(node)
+                log.warning("node %s is refused for a minute: %s", node, problem)
+                self.refused[node] = now + AGAIN
                 continue
             self.node_of[number] = node
             log.info("site %d is there", number)
+        self.refused |= dict.fromkeys(silent, now + AGAIN)
         return sorted(number for number, node in self.node_of.items() if node in nodes)
 
     def ask(self, requests: Mapping[int, Request], patience: float) -> Iterator[Reply]:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
         number_of = {self.node_of[number]: number for number in requests}
         kinds = {"round": "train.round", "score": "query.score"}
-        asked = {
-            self.node_of[number]: (
-                kinds[request.kind],
-                _content(request.facts, request.arrays),
-                str(request.facts["round"]),
+        records: dict[int, ArrayRecord] = {}  # all sites' requests have the same arrays, which are there once
+        asked = {}
+        for number, request in requests.items():
+            record = (
+                records.setdefault(id(request.arrays), _record(request.arrays)) if not records else records[id(request.arrays)]
             )
-            for number, request in requests.items()
-        }
-        for node, message in self._exchange(asked, patience):
+            content = RecordDict({"facts": ConfigRecord(dict(request.facts)), "arrays": record})
+            asked[self.node_of[number]] = (kinds[request.kind], content, str(request.facts["round"]))
+        for node, reply in self._exchange(asked, patience):
             number = number_of[node]
-            problem = _problem(message)
-            if problem is not None:
-                yield Reply(number, {}, {}, problem)
-                continue
-            facts = dict(message.content["facts"])
-            yield Reply(number, facts, _arrays(message.content), facts.get("problem"))
+            if reply.problem is not None and self.node_of.get(number) == node:
+                del self.node_of[number]  # it may have changed, so it is greeted again
+            yield reply._replace(site=number)
 
-    def _exchange(self, asked: Mapping[int, tuple[str, RecordDict, str]], patience: float) -> Iterator[tuple[int, Message]]:
+    def _exchange(self, asked: dict[int, tuple[str, RecordDict, str]], patience: float) -> Iterator[tuple[int, Reply]]:
         """Nodes and their replies; whoever has not answered in time is left out."""
         end = time.monotonic() + patience
         waiting: dict[str, int] = {}
-        for node, (kind, content, group) in asked.items():
-            message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
-            for identifier in self.grid.push_messages([message]):
-                if identifier:
-                    waiting[identifier] = node
+        for node in list(asked):
+            kind, content, group = asked.pop(node)
+            try:
+                message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
+                waiting |= dict.fromkeys((one for one in self.grid.push_messages([message]) if one), node)
+            except Exception as problem:  # one site that cannot be reached is no reason to end a run
+                log.warning("node %s cannot be asked: %s", node, problem)
         while waiting and time.monotonic() < end:
             for identifier in list(waiting):
                 for message in self.grid.pull_messages({identifier}):
-                    yield waiting.pop(identifier), message
+                    yield waiting.pop(identifier), _reply(message)
             if waiting:
                 time.sleep(POLL)
         for node in waiting.values():
             log.warning("node %s did not answer within %.0f s", node, patience)
 
 
-def _problem(message: Message) -> str | None:
-    """Why a reply holds nothing, in words."""
-    if not message.has_error():
-        return None
-    return f"{message.error.reason or 'no reason is given'} (Flower's error {message.error.code})"
+def _reply(message: Message) -> Reply:
+    """What a message says; one that cannot be read is a problem of its sender."""
+    try:
+        if message.has_error():
+            error = message.error
+            return Reply(-1, {}, {}, f"{error.reason or 'no reason is given'} (Flower's error {error.code})")
+        facts = dict(message.content["facts"])
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        return Reply(-1, facts, arrays, facts.get("problem"))
+    except Exception as problem:
+        return Reply(-1, {}, {}, f"a message that cannot be read ({type(problem).__name__})")

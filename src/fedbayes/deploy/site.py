@@ -11,7 +11,10 @@ forgotten, so an answer that was lost, or came too late, leaves no trace, and th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,18 @@ from fedbayes.states import States
 from fedbayes.trees import Form, put_together, take_apart
 
 
+@contextlib.contextmanager
+def locked(folder: Path, who: str) -> Iterator[None]:
+    """Nobody else in a folder meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{who}: another process works in {folder}; give each its own folder") from None
+        yield
+
+
 class Site:
     """One site of an experiment.
 
@@ -44,13 +59,17 @@ class Site:
     def __init__(self, experiment: Experiment, number: int, folder: Path | str, data: SiteData) -> None:
         if not 0 <= number < experiment.sites:
             raise UserError(f"this site has number {number}, but there are {experiment.sites}: numbers go from 0 on")
-        self.experiment, self.number, self.folder, self.data = experiment, number, Path(folder), data
+        self.experiment, self.number, self.data = experiment, number, data
+        self.folder = Path(folder) / f"site{number}"
         self.form, self.arrays = take_apart(data.train)
 
     def train(self, run: str, round: int, counted: int, down: Any) -> Any:
         """The answer to a round's request; `counted` is the last of this site's rounds that the server counted, or 0."""
-        states = self._states(run)
-        states.rewind(counted)
+        with locked(self._folder(run), f"site {self.number}"):
+            return self._train(run, round, counted, down)
+
+    def _train(self, run: str, round: int, counted: int, down: Any) -> Any:
+        states = self._states(run, counted)
         local = self._own(states)
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
         up, new = _client(self.experiment.algorithm, self.form, key, down, local, self.arrays)
@@ -65,8 +84,7 @@ class Site:
         self.keep(run, round, counted, down)
         if self.data.test is None:
             return {}
-        states = self._states(run)
-        states.rewind(counted)
+        states = self._states(run, counted, looking=True)
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
         own, fresh = self._own(states), self.experiment.local(self.data.train)
         found = {}
@@ -79,7 +97,6 @@ class Site:
 
     def keep(self, run: str, round: int, counted: int, down: Any) -> None:
         """Put a broadcast where `personal` finds it."""
-        self._folder(run).mkdir(parents=True, exist_ok=True)
         write(self._folder(run) / "down.safetensors", wire.pack(down, {"round": round, "counted": counted}))
 
     def personal(self, run: str | None = None, *, adapted: bool = False) -> tuple[Any, Any]:
@@ -91,8 +108,7 @@ class Site:
         content = path.read_bytes()
         told = wire.metadata(content)
         down = wire.unpack(content, self.experiment.down, f"the broadcast {path}", finite=True)
-        states = self._states(path.parent.name)
-        states.rewind(told["counted"])
+        states = self._states(path.parent.name, told["counted"], looking=True)
         down, local = jax.tree.map(jnp.asarray, down), self._own(states)
         if adapted:
             key = keys.fold(keys.of_round(self.experiment.seed, told["round"]), np.uint32(self.number))
@@ -102,11 +118,23 @@ class Site:
     def _folder(self, run: str) -> Path:
         if not run.isalnum():
             raise UserError(f"the run is called {run!r}, but a run's name is letters and digits")
-        return self.folder / run
+        folder = self.folder / run
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise UserError(f"the site's state cannot be kept in {folder}: {problem.strerror}") from None
+        return folder
 
-    def _states(self, run: str) -> States[Any]:
-        fresh = self.experiment.local(self.data.train)
-        return States(jax.device_get(fresh), 1, self._folder(run))
+    def _states(self, run: str, counted: int, *, looking: bool = False) -> States[Any]:
+        """The site's states, at the round that the server counted last; if that one is not there, nothing else will do."""
+        states = States(jax.device_get(self.experiment.local(self.data.train)), 1, self._folder(run))
+        if counted and not states.has(0, counted):
+            raise UserError(
+                f"the server counted round {counted} of site {self.number}, but {self._folder(run)} does not have the state "
+                "after it; give the site the folder that it had, or start the federation's run anew"
+            )
+        states.rewind(counted, looking=looking)
+        return states
 
     def _own(self, states: States[Any]) -> Any:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), states.get(np.array([0])))
