@@ -48,6 +48,7 @@ def spoilt(reply, fault):
         "shape": {first: array[..., None]},
         "dtype": {first: array.astype(np.float64)},
         "extra": {"secret": np.ones(3, np.float32)},
+        "heavy": {"weight": np.float32(1e30)},
         "norm": {path: 100 * value for path, value in reply.arrays.items() if path != "weight"},
     }
     if fault in ("lost", "late", "killed"):

@@ -16,8 +16,9 @@ import fedbayes as fb
 from fedbayes import wire
 from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.deploy.experiment import SiteData
-from fedbayes.deploy.site import Site
+from fedbayes.deploy.site import Site, locked
 from fedbayes.errors import UserError
+from fedbayes.models import Categorical, mlp
 from fedbayes.silos import SiloSimulation, plan
 from fedbayes.simulator import Simulation
 from fedbayes.stances import assess
@@ -150,6 +151,61 @@ def test_the_server_goes_on_from_its_checkpoint(model, everyone, tmp_path):
     whole.finish(apart)
     assert_same(again.state, whole.state)
     assert [entry["round"] for entry in again.history] == [1, 2, 3]
+
+
+def test_a_site_without_the_state_that_was_counted_refuses(model, everyone, tmp_path, caplog):
+    """A lost folder, or one of an older day: the site says so and sends nothing, and what it has stays."""
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS, minimum=1)
+    coordinator.step(post)
+    coordinator.step(post)
+    down = jax.device_get(coordinator.experiment.algorithm.broadcast(jax.random.key(0), coordinator.state))
+    site = post.places[1]
+    with pytest.raises(UserError, match="counted round 5"):
+        site.train(coordinator.run, 6, 5, down)
+    elsewhere = Site(coordinator.experiment, 1, tmp_path / "elsewhere", everyone[1])
+    with pytest.raises(UserError, match="counted round 2"):
+        elsewhere.train(coordinator.run, 3, 2, down)
+    site.train(coordinator.run, 3, 2, down)  # the state after round 2 is still there
+
+
+def test_looking_changes_nothing(model, everyone, tmp_path):
+    """A site that personalises reads its state; a round that was trained after the last broadcast stays."""
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
+    coordinator.finish(post)
+    site = post.places[0]
+    down = jax.device_get(coordinator.experiment.algorithm.broadcast(jax.random.key(0), coordinator.state))
+    site.train(coordinator.run, 2, 1, down)
+    before = {path: path.read_bytes() for path in site.folder.rglob("*.bin")}
+    site.personal()
+    assert {path: path.read_bytes() for path in site.folder.rglob("*.bin")} == before
+
+
+def test_two_in_one_folder_are_refused(model, everyone, tmp_path):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
+    with locked(coordinator.folder, "somebody"), pytest.raises(UserError, match="another process"):
+        coordinator.finish(post)
+    down = jax.device_get(coordinator.experiment.algorithm.broadcast(jax.random.key(0), coordinator.state))
+    folder = post.places[0].folder / coordinator.run
+    with locked(folder, "somebody"), pytest.raises(UserError, match="another process"):
+        post.places[0].train(coordinator.run, 1, 0, down)
+
+
+def test_a_weight_beyond_what_is_allowed_is_refused(model, everyone, tmp_path, caplog):
+    coordinator, post = deployment(fedper(model), everyone, tmp_path, 1, {0: "heavy"}, minimum=1, weight=1000.0)
+    with caplog.at_level(logging.WARNING, "fedbayes"):
+        coordinator.step(post)
+    assert any("weight" in line for line in caplog.messages)
+    assert coordinator.counted[0] == 0
+
+
+def test_other_networks_and_other_numbers_of_sites_are_other_experiments(model, clients, everyone, tmp_path):
+    def fingerprint(network, parts):
+        return deployment(fb.FedPer(network), parts, tmp_path)[0].experiment.fingerprint
+
+    same = mlp((4,), Categorical(2), hidden=(8,))
+    scaled = mlp((4,), Categorical(2), hidden=(8,), scale=2.0)
+    assert fingerprint(model, everyone) == fingerprint(same, everyone)
+    assert len({fingerprint(model, everyone), fingerprint(scaled, everyone), fingerprint(model, everyone[:3])}) == 3
 
 
 def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):

@@ -99,6 +99,8 @@ Try all of it on this machine, with TLS and keys, on loopback: `fedbayes deploy 
 
 ## The server
 
+Whoever reaches the server's port can start runs, whose code the sites run: let only the sites and the administrator reach it.
+
 ```sh
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 flower-superlink --host 0.0.0.0 --port 8443 --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
