@@ -42,9 +42,9 @@ def reliability(methods: Mapping[str, Score]) -> Figure:
         accuracy, confidence = score.bin_hits / safe, score.bin_confidence / safe
         figures = {key: float(value) for key, value in metrics(score, numeric=False).items()}
         style = {"width": 1 / BINS, "align": "edge", "edgecolor": "white"}
-        upper.bar(edges[filled], accuracy[filled], color=COLOURS[0], label="right", **style)
-        gap = {"color": COLOURS[1], "alpha": 0.35, "label": "gap to confidence"}
-        upper.bar(edges[filled], (confidence - accuracy)[filled], bottom=accuracy[filled], **gap, **style)
+        upper.bar(edges[filled], accuracy[filled], color="#9db8d2", label="share of right labels", **style)
+        gap = {"facecolor": "none", "edgecolor": COLOURS[1], "hatch": "////", "linewidth": 0.8, "label": "gap to confidence"}
+        upper.bar(edges[filled], (confidence - accuracy)[filled], bottom=accuracy[filled], **{**style, **gap})
         upper.plot([0, 1], [0, 1], color="grey", linewidth=1, linestyle="--")
         upper.set_title(f"{name}\nECE {100 * figures['ece']:.1f} %, MCE {100 * figures['mce']:.0f} %", fontsize=9)
         upper.set_ylim(0, 1)
@@ -58,6 +58,7 @@ def reliability(methods: Mapping[str, Score]) -> Figure:
             panel.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("share of right labels")
     axes[1, 0].set_ylabel("share of rows")
-    axes[0, 0].legend(frameon=False, fontsize=7, loc="upper left")
-    axes[1, 0].legend(frameon=False, fontsize=7, loc="upper left")
+    entries = [panel.get_legend_handles_labels() for panel in axes[:, 0]]
+    handles, labels = ([item for entry in entries for item in entry[part]] for part in (0, 1))
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
