@@ -96,7 +96,7 @@ def _settings(context: Context) -> dict[str, Any]:
 
 def _at_site(experiment: Experiment, message: Message, context: Context, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     keep_compiled()
-    facts = dict(message.content["facts"])
+    facts: dict[str, Any] = dict(message.content.config_records["facts"])
     if facts["fingerprint"] != experiment.fingerprint:
         raise Told("the server runs another experiment than this site; bring both to the same version of the project")
     settings = _settings(context)
@@ -131,7 +131,7 @@ def _record(arrays: Mapping[str, Any]) -> ArrayRecord:
 
 
 def _arrays(content: RecordDict) -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in content["arrays"].items()}
+    return {name: array.numpy() for name, array in content.array_records["arrays"].items()}
 
 
 class FlowerPost:
@@ -212,8 +212,8 @@ def _reply(message: Message) -> Reply:
         if message.has_error():
             error = message.error
             return Reply(-1, {}, {}, f"{error.reason or 'no reason is given'} (Flower's error {error.code})")
-        facts = dict(message.content["facts"])
-        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        facts: dict[str, Any] = dict(message.content.config_records["facts"])
+        arrays = _arrays(message.content)
         return Reply(-1, facts, arrays, facts.get("problem"))
     except Exception as problem:
         return Reply(-1, {}, {}, f"a message that cannot be read ({type(problem).__name__})")
