@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 # One worker for all tests of an algorithm: they share its compiled programs.
 each_algorithm = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TABLE])
-OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedhb-mixture", "fedvi")
+OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedhb-mixture", "fedvi", "bpfed")
 """What a cohort becomes is the simulator's doing: for that, some algorithms of each kind are enough each time."""
 some_often = pytest.mark.parametrize(
     "name",
@@ -75,7 +75,7 @@ def test_sends_nothing_private_as_it_is(name, model, clients):
     wire.check(wire.manifest(TABLE[name](model).planned(ROUNDS), one_client(clients, 0, 8)))
 
 
-@each_algorithm
+@some_often
 def test_bytes_of_a_round_hold_no_local_state_and_no_row(name, model, clients):
     algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = simulated(algorithm, clients)
@@ -105,7 +105,7 @@ def test_groups_of_any_width_agree(name, model, clients):
     assert_close(simulated(algorithm, clients).state, simulated(algorithm, clients, width=1).state, 1e-5)
 
 
-@each_algorithm
+@some_often
 def test_padding_changes_nothing(name, model, clients):
     algorithm = TABLE[name](model).planned(ROUNDS)
     simulation = Simulation(algorithm, clients)

@@ -29,7 +29,7 @@ POINT = -200.0
 # Special cases
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_deviations_and_divergence_it_is_fedper(clients, model, local):
     bpfed = BPFed(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, train=TRAIN, tune=TUNE)
     one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, train=TRAIN, tune=TUNE)))
@@ -198,7 +198,7 @@ def test_deviation_and_its_inverse():
     )
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "tied"])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("cnn", marks=pytest.mark.slow), "tied"])
 def test_local_noise_has_the_moments_of_drawn_weights(kind):
     if kind == "tied":  # one matrix used twice: what is drawn for one use has to hold for the other
 
@@ -277,6 +277,7 @@ def test_a_step_with_its_copy_by_hand():
     assert_close(copy, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_minibatches_weigh_the_divergence_by_all_rows():
     """With kl = 2 the rows count half; ten of thirty rows at a time come to the same optimum."""
     algorithm = exact(kl=2.0, M=64, train=Training(epochs=300, optimiser="adam", batch=10, lr=0.02))
@@ -326,6 +327,7 @@ def test_local_noise_has_finite_slopes_where_nothing_comes_in():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
 
 
+@pytest.mark.slow
 def test_deviations_are_less_for_more_rows():
     """What small data leaves open shows in predictions: the epistemic part falls with the rows of a client."""
     generator = np.random.default_rng(0)

@@ -99,7 +99,16 @@ def without(algorithm, parts, tmp_path, gone, rounds=ROUNDS):
     return coordinator
 
 
-@pytest.mark.parametrize("fault", ["nan", "shape", "dtype", "extra", "missing", "norm", "error", "old", "lost"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nan",
+        "extra",
+        "norm",
+        "lost",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("shape", "dtype", "missing", "error", "old")),
+    ],
+)
 def test_a_bad_answer_is_named_and_not_counted(fault, model, everyone, tmp_path, caplog):
     algorithm = fedper(model)
     coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, {(1, 2): fault}, minimum=1, norm=100.0)
