@@ -1,5 +1,6 @@
 """Real processes: a SuperLink with TLS, nodes with keys, a run; and what happens when one of them is killed."""
 
+import importlib.util
 import json
 import textwrap
 import time
@@ -16,8 +17,11 @@ from fedbayes.deploy.processes import federation
 from fedbayes.deploy.template import write_project
 from fedbayes.simulator import Simulation
 
-pytest.importorskip("flwr", reason="needs fedbayes[flower]")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("flower"),
+    pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="needs fedbayes[flower]"),
+]
 ROUNDS, SITES = 3, 2
 
 METHODS = {
@@ -46,7 +50,7 @@ def load(settings):
     return site_rows(clients, str(settings["number"]))
 
 
-experiment = Experiment(algorithm, example_rows((8, 8)), load, {rounds}, {sites}, seed=5, {options})
+experiment = Experiment(algorithm, example_rows((64,)), load, {rounds}, {sites}, seed=5, {options})
 """
 
 

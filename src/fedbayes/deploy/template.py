@@ -52,7 +52,7 @@ import fedbayes as fb
 from fedbayes.deploy.experiment import Experiment, SiteData, example_rows, site_rows
 
 SITES, ROUNDS = {sites}, {rounds}
-SHAPE, CLASSES = (8, 8), 10  # of one row, and how many labels there are
+SHAPE, CLASSES = (64,), 10  # of one row, and how many labels there are
 ROWS = 1347  # training rows of all sites together, about; some methods weigh their prior by it
 
 model = fb.models.mlp(SHAPE, fb.models.Categorical(CLASSES), hidden=(64,), scale=16.0)  # pixels from 0 to 16
