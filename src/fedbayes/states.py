@@ -32,12 +32,13 @@ class States(Generic[Local]):
         self._record = self._size + 4 if self._size else 0  # and a checksum
         self._count = count
         self._committed = 0
+        self._new = folder
+        """Where files were made whose names may not be on the disk yet."""
         if folder is None:
             self._states, self._tags = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
-            _sync_folder(folder)
         content = os.pread(self._tags.fileno(), count * 8, 0)
         written = np.frombuffer(content[: len(content) // 4 * 4], np.int32)
         self._rounds = np.zeros((count, 2), np.int32)
@@ -64,6 +65,9 @@ class States(Generic[Local]):
         """Put what was written on the disk; the checkpoint stays where it is."""
         os.fsync(self._states.fileno())
         os.fsync(self._tags.fileno())
+        if self._new is not None:
+            _sync_folder(self._new)
+            self._new = None
 
     def get(self, ids: np.ndarray, slots: int | None = None) -> Local:
         """The states of some clients, stacked, padded with `fresh` to `slots` of them."""
