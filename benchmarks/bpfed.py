@@ -35,9 +35,9 @@ from sklearn.metrics import roc_auc_score
 
 import fedbayes as fb
 from fedbayes.algorithm import Data
-from fedbayes.evaluate import Score, metrics, score
+from fedbayes.evaluate import Score, metrics, pooled, score
 from fedbayes.models import Categorical, Model, mlp
-from fedbayes.report.calibration import pooled, reliability
+from fedbayes.report.calibration import reliability
 from fedbayes.runs import write
 from fedbayes.training import descend, mean_loss
 
@@ -179,7 +179,7 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
 
 
 def read(out: Path, name: str, data: str, size: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}-{data}-{size}-[0-9]/figures.json"))]
+    return common.found(out, f"{name}-{data}-{size}-[0-9]/figures.json")
 
 
 def tables(out: Path) -> str:

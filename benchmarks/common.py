@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -33,6 +34,11 @@ def spread(values: list[float], digits: int = 2) -> str:
         return "—"
     text = f"{statistics.mean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+
+
+def found(out: Path, pattern: str) -> list[dict[str, Any]]:
+    """The figures that runs below a folder left, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob(pattern))]
 
 
 def put(page: Path, section: str, text: str) -> None:

@@ -157,8 +157,7 @@ def tables(out: Path) -> str:
 
 
 def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]:
-    paths = sorted(out.glob(f"{name}-{data}-{epochs}-*/figures.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    return common.found(out, f"{name}-{data}-{epochs}-*/figures.json")
 
 
 SCALES = (0.003, 0.01, 0.03, 0.1, 0.3)

@@ -98,10 +98,7 @@ def table(out: Path) -> str:
     lines = ["| | | " + " | ".join(fedhb.LABELS) + " |", "|---" * (len(fedhb.LABELS) + 2) + "|"]
     for data, epochs in fedhb.SETTINGS:
         title = f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
-        runs = {
-            name: [json.loads(path.read_text()) for path in sorted(out.glob(f"test-{name}-{data}-{epochs}-*.json"))]
-            for name in fedhb.METHODS
-        }
+        runs = {name: common.found(out, f"test-{name}-{data}-{epochs}-*.json") for name in fedhb.METHODS}
         for stance, kind in (("global", "global"), ("adapted", "personalised")):
             for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
                 cells = [common.spread([one[stance][figure] for one in found], digits) for found in runs.values()]

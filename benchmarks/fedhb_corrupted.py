@@ -80,7 +80,7 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
 
 
 def table(names: list[str], out: Path) -> str:
-    runs = {name: [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}-*/figures.json"))] for name in names}
+    runs = {name: common.found(out, f"{name}-*/figures.json") for name in names}
     runs = {name: found for name, found in runs.items() if found}
     lines = ["| | | " + " | ".join(LABELS[name] for name in runs) + " |", "|---" * (len(runs) + 2) + "|"]
     for rows in next(iter(runs.values()))[0] if runs else []:

@@ -92,7 +92,7 @@ def method(label: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def found_of(label: str, out: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(out.glob(f"{label}-[0-9]/figures.json"))]
+    return common.found(out, f"{label}-[0-9]/figures.json")
 
 
 def table(config: dict[str, Any], out: Path) -> str:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from fedbayes import trees
+from fedbayes import trees, wire
 from fedbayes.deploy.coordinator import Coordinator, Reply
-from fedbayes.deploy.experiment import Experiment, SiteData
+from fedbayes.deploy.experiment import Experiment, site_rows
 from fedbayes.deploy.site import Site
 
 
@@ -17,10 +17,10 @@ class Direct:
     def sites(self):
         return [number for number in self.places if self.faults.get(number) != "away"]
 
-    def ask(self, requests, patience):
-        for number, request in requests.items():
-            facts, site = request.facts, self.places[number]
-            down = trees_from(request.arrays, site.experiment.down)
+    def ask(self, request, patience):
+        for number, facts in request.facts.items():
+            site = self.places[number]
+            down = wire.assemble(request.arrays, site.experiment.down, "the broadcast")
             self.seen.append(request.arrays)
             given = (facts["run"], facts["round"], facts["counted"], down)
             answer = site.train(*given) if request.kind == "round" else site.score(*given)
@@ -29,12 +29,6 @@ class Direct:
             self.seen.append(arrays)
             fault = self.faults.get((number, facts["round"])) or self.faults.get(number)
             yield from spoilt(reply, fault) if request.kind == "round" else [reply]
-
-
-def trees_from(arrays, template):
-    import jax
-
-    return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in trees.named(template)])
 
 
 def spoilt(reply, fault):
@@ -76,11 +70,4 @@ def deployment(algorithm, parts, tmp_path, rounds=3, faults=None, **options):
 
 def parts_of(clients):
     """Each client's rows, as a site has them."""
-    import jax
-
-    found = []
-    for index in range(len(clients)):
-        train = clients.train([index], int(clients.train_counts[index]))
-        test = clients.test([index], int(clients.test_counts[index]))
-        found.append(SiteData(*(jax.tree.map(lambda leaf: np.asarray(leaf[0]), part) for part in (train, test))))
-    return found
+    return [site_rows(clients, name) for name in clients.names]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend import core
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
@@ -24,7 +23,7 @@ from fedbayes.algorithm import Data, Params
 from fedbayes.errors import UserError
 from fedbayes.gaussian import MeanField
 from fedbayes.models import Model
-from fedbayes.training import Training, local_steps, masked_mean
+from fedbayes.training import Training, local_steps, masked_mean, move
 
 
 def init(model: Model, key: PRNGKeyArray, rho: float, spread: float | None = None) -> MeanField:
@@ -102,11 +101,6 @@ def follow(
     if count >= LARGE:
         pool = jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (count + max(LARGE, count // 8),))
 
-    def move(values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-        with trees.other_peoples_code():
-            updates, state = optimiser.update(gradient, state, values)
-        return optax.apply_updates(values, updates), state
-
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         q, w, of_q, of_w, total, count = carry
 
@@ -117,11 +111,11 @@ def follow(
         def inner(number: Any, inner: Any) -> Any:
             q, of_q, _ = inner
             (_, value), gradient = jax.value_and_grad(Q, has_aux=True)(q, jax.random.fold_in(key, number))
-            return *move(q, gradient, of_q), value
+            return *move(optimiser, q, gradient, of_q), value
 
         q, of_q, value = jax.lax.fori_loop(0, steps, inner, (q, of_q, jnp.float32(0)))
         if divergence is not None:
-            w, of_w = move(w, jax.grad(divergence, 1)(q, w), of_w)
+            w, of_w = move(optimiser, w, jax.grad(divergence, 1)(q, w), of_w)
         return q, w, of_q, of_w, total + value, count + 1
 
     start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
@@ -181,11 +175,7 @@ def _dense_products(apply: Any, q: MeanField, x: Any) -> list[bool]:
             closed = jax.make_jaxpr(apply)(q.mean, x)
             key = jax.random.key(0)
             weights = [_Weights(mean, mean, key) for mean in jax.tree.leaves(q.mean)]
-
-            def look(number: int) -> bool:
-                return False
-
-            return _run(closed.jaxpr, closed.consts, [*weights, x], look, sizes)
+            return _run(closed.jaxpr, closed.consts, [*weights, x], lambda number: False, sizes)
 
         try:
             jax.eval_shape(run, q, jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype))

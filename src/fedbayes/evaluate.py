@@ -216,6 +216,12 @@ def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:
         }
 
 
+def pooled(scores: Score, members: np.ndarray | None = None) -> Score:
+    """The score of some clients together, by default of all."""
+    chosen = slice(None) if members is None else members
+    return Score(*(np.asarray(value)[chosen].sum(axis=0, dtype=np.float64) for value in scores))
+
+
 HIGHER_IS_BETTER = {"accuracy", "log_score"}
 
 
@@ -229,12 +235,12 @@ def summary(scores: Score, numeric: bool) -> dict[str, dict[str, float]]:
     if not present.any():
         return {}
     chosen = Score(*(np.asarray(value)[present] for value in scores))
-    pooled = metrics(Score(*(value.sum(axis=0, dtype=np.float64) for value in chosen)), numeric)
+    over_rows = metrics(pooled(chosen), numeric)
     found = {}
     for name, values in metrics(chosen, numeric).items():
         ordered = np.sort(values) if name in HIGHER_IS_BETTER else -np.sort(-values)
         found[name] = {
-            "rows": float(pooled[name]),
+            "rows": float(over_rows[name]),
             "clients": float(values.mean()),
             "spread": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
             "worst_tenth": float(ordered[: -(-len(ordered) // 10)].mean()),

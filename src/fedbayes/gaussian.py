@@ -164,7 +164,7 @@ def _apply(matrix: Float[Array, "*b n"], vector: Float[Array, " n"]) -> Float[Ar
 
 
 def _unit(lower: Float[Array, "*b d d"]) -> Float[Array, "*b d d"]:
-    return jnp.tril(lower, -1) + jnp.eye(lower.shape[-1])
+    return jnp.tril(lower, -1) + jnp.broadcast_to(jnp.eye(lower.shape[-1]), lower.shape)
 
 
 class MeanField(NamedTuple):

@@ -34,6 +34,7 @@ from fedbayes.evaluate import about_numbers
 from fedbayes.models import Model
 from fedbayes.simulator import Simulation
 from fedbayes.stances import Evaluation, no_scores
+from fedbayes.states import sync_folder
 
 SCHEMA = 1
 """Of result.json; it grows when a field changes its meaning."""
@@ -60,7 +61,7 @@ class Run:
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool = False, force: bool = False) -> None:
         self.folder, self.config = folder, json.loads(json.dumps(config))
         self.finished = False
-        with _writing(folder):
+        with writing(folder):
             if force:
                 self._clear()
             existing = (folder / "config.json").exists()
@@ -95,12 +96,12 @@ class Run:
 
     def log(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
-        with _writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
+        with writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def checkpoint(self, simulation: Resumable) -> None:
         """Write the server's state; the clients' states reach the disk before it."""
-        with _writing(self.folder):
+        with writing(self.folder):
             simulation.local.commit(simulation.round)
             state = jax.device_get(simulation.state)
             metadata = {"round": simulation.round, "sha256": _digest(state), "local": simulation.local.digest()}
@@ -111,7 +112,7 @@ class Run:
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
             simulation.local.rewind(0)
-            with _writing(self.folder):
+            with writing(self.folder):
                 (self.folder / "metrics.jsonl").unlink(missing_ok=True)
             return []
         content = path.read_bytes()
@@ -134,13 +135,13 @@ class Run:
         if not self.finished:
             last, end = simulation.round, self.config["rounds"]  # the evaluation at the end is made again
             history = [entry for entry in history if entry["round"] <= last and not ("evaluation" in entry and last == end)]
-            with _writing(self.folder):
+            with writing(self.folder):
                 write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
         return history
 
     def finish(self, result: dict[str, Any], evaluation: Evaluation | None = None) -> None:
         """Write the figures; after this the run is finished."""
-        with _writing(self.folder):
+        with writing(self.folder):
             if evaluation is not None:
                 write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
             write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
@@ -232,11 +233,7 @@ def write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -251,7 +248,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
+    """An error of the disk, such as one that is full, becomes a sentence."""
     try:
         yield
     except OSError as problem:

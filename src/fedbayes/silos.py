@@ -22,7 +22,7 @@ from fedbayes.cohort import AnyAlgorithm, broadcast, each, server_step, up_of
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import encode
-from fedbayes.simulator import Diverged, cohort_size
+from fedbayes.simulator import Diverged, cohort_size, drawn
 from fedbayes.states import States
 from fedbayes.trees import Form, put_together, take_apart
 
@@ -126,10 +126,7 @@ class SiloSimulation:
         """The places of the silos that take part in a round."""
         if self.in_turn:
             return np.array([(round - 1) % len(self.names)], np.int32)
-        if self.cohort == len(self.names):
-            return np.arange(self.cohort, dtype=np.int32)
-        chosen = np.random.default_rng([self.seed, round]).choice(len(self.names), self.cohort, replace=False)
-        return np.sort(chosen).astype(np.int32)
+        return drawn(np.random.default_rng([self.seed, round]), np.arange(len(self.names), dtype=np.int32), self.cohort)
 
     def _stretch(self, count: int) -> Float[np.ndarray, " rounds"]:
         taking = None
@@ -153,7 +150,7 @@ class SiloSimulation:
         for place in self._chosen(self.round):
             own = self.own(self.names[place])
             form, arrays = self.parts[place]
-            up, new = _one_silo(self.algorithm, form, keys.fold(key, np.uint32(place)), down, own, arrays)
+            up, new = one_silo(self.algorithm, form, keys.fold(key, np.uint32(place)), down, own, arrays)
             if not bool(trees.finite((up, new))):
                 raise Diverged(f"round {self.round}, silo {self.names[place]!r}: its numbers are not finite; try a smaller lr")
             self.put(self.names[place], new)
@@ -292,7 +289,8 @@ def _stack(rows: Sequence[Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _one_silo(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, own: Any, arrays: tuple[Array, ...]) -> Any:
+def one_silo(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, own: Any, arrays: tuple[Array, ...]) -> Any:
+    """A round of one silo: what it sends and what it keeps."""
     return algorithm.client(key, down, own, put_together(form, arrays))
 
 

@@ -153,9 +153,7 @@ class Simulation:
         """The clients of a round: drawn without replacement from the participants, less those that drop out."""
         draw = np.random.default_rng([self.seed, round])
         participants = self.data.participants
-        ids = (
-            np.sort(draw.choice(participants, self.cohort, replace=False)) if self.cohort < len(participants) else participants
-        )
+        ids = drawn(draw, participants, self.cohort)
         if self.dropout:
             answered = draw.random(len(ids)) >= self.dropout
             answered[draw.integers(len(ids))] |= not answered.any()  # a round needs somebody
@@ -287,6 +285,15 @@ class Call(NamedTuple):
     def padded_ids(self) -> np.ndarray:
         """`slots` indices, the first of them those of the clients."""
         return np.concatenate([self.ids, np.zeros(self.slots - len(self.ids), self.ids.dtype)]).astype(np.uint32)
+
+
+def drawn(draw: np.random.Generator, everyone: np.ndarray, cohort: int) -> np.ndarray:
+    """So many of them, without replacement, in order.
+
+    >>> drawn(np.random.default_rng([0, 1]), np.arange(3), 3)
+    array([0, 1, 2])
+    """
+    return np.sort(draw.choice(everyone, cohort, replace=False)) if cohort < len(everyone) else everyone
 
 
 def cohort_size(cohort: int | float | None, population: int, who: str = "clients") -> int:

@@ -71,9 +71,9 @@ def assess(
                     state = local
                 else:
                     train = simulation.call(ids, slots, bucket.train, "train")
-                    state = _per_client(_adapt, simulation, key, down, local, train)
+                    state = _per_client(adapted, simulation, key, down, local, train)
                     _refuse_diverged(simulation, ids, state)
-                score = _per_client(_score, simulation, key, down, state, test)
+                score = _per_client(scored, simulation, key, down, state, test)
                 for column, value in zip(found[stance], score, strict=True):
                     column[ids] = np.asarray(value)[: len(ids)]
             if progress is not None:
@@ -107,7 +107,7 @@ def no_scores(count: int) -> Score:
 
 def _per_client(one: Callable[..., Any], simulation: Simulation, key: PRNGKeyArray, down: Any, state: Any, call: Call) -> Any:
     width, count = simulation.width if simulation.mode == "vmap" else 1, np.int32(len(call.ids))
-    if one is _score:
+    if one is scored:
         # Many posterior draws of many rows are large, whatever the size of the network.
         x = jax.ShapeDtypeStruct((min(BLOCK, call.padding.length), *simulation.data.shape), simulation.data.x.dtype)
         single = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
@@ -136,10 +136,12 @@ def _run(
     return for_each(client, width, count, ids, state, rows.starts, rows.counts)
 
 
-def _adapt(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
+def adapted(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
+    """A client's state after `adapt`; the key is the client's own of the round."""
     return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
 
 
-def _score(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:
+def scored(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:
+    """A client's score on some rows; the key is the client's own of the round."""
     draw = keys.fold(key, np.uint32(keys.PREDICT))
     return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood_of(algorithm), data, BLOCK)

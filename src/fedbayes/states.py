@@ -66,7 +66,8 @@ class States(Generic[Local]):
         os.fsync(self._states.fileno())
         os.fsync(self._tags.fileno())
         if self._new is not None:
-            _sync_folder(self._new)
+            sync_folder(self._new)
+            sync_folder(self._new.parent)
             self._new = None
 
     def get(self, ids: np.ndarray, slots: int | None = None) -> Local:
@@ -129,14 +130,13 @@ class States(Generic[Local]):
                 file.close()
 
 
-def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, and its own name."""
-    for path in (folder, folder.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _open(path: Path) -> Any:

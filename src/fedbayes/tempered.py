@@ -30,9 +30,9 @@ from fedbayes.training import shuffle
 LARGEST = math.log(20.0)
 """Of |log T|."""
 GRID = 33
-"""Places that are tried first."""
-STEPS = 20
-"""Of the search by golden sections around the best of them, each of which leaves 62 % of the interval."""
+"""Places that are tried at once."""
+TIMES = 4
+"""How often, each time between the neighbours of the best place before."""
 
 
 class Local(NamedTuple):
@@ -119,16 +119,9 @@ class Tempered(Algorithm[Any, Local, Any, Any]):
             mixture = jax.nn.logsumexp(each, axis=0) - math.log(outputs.shape[0])
             return log_temperature**2 / 2 - jnp.sum(jnp.where(data.mask, mixture, 0.0))
 
-        grid = jnp.linspace(-LARGEST, LARGEST, GRID)
-        best = grid[jnp.argmin(jax.vmap(loss)(grid))]
-        step = 2 * LARGEST / (GRID - 1)
-        golden = (math.sqrt(5) - 1) / 2
+        def look(number: Any, best: Float[Array, ""]) -> Float[Array, ""]:
+            reach = LARGEST * (2 / (GRID - 1)) ** number.astype(jnp.float32)
+            places = best + reach * jnp.linspace(-1.0, 1.0, GRID)
+            return places[jnp.argmin(jax.vmap(loss)(places))]
 
-        def narrow(_: Any, ends: Any) -> Any:
-            low, high = ends
-            left, right = high - golden * (high - low), low + golden * (high - low)
-            lower = loss(left) < loss(right)
-            return jnp.where(lower, low, left), jnp.where(lower, right, high)
-
-        low, high = jax.lax.fori_loop(0, STEPS, narrow, (best - step, best + step))
-        return (low + high) / 2
+        return jax.lax.fori_loop(0, TIMES, look, jnp.float32(0))

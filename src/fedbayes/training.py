@@ -158,14 +158,19 @@ def descend(
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         params, state, total, steps = carry
         value, gradient = jax.value_and_grad(loss)(params, key, batch)
-        with trees.other_peoples_code():
-            updates, state = optimiser.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = move(optimiser, params, gradient, state)
         return params if after is None else after(params), state, total + value, steps + 1
 
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
     params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
     return params, total / jnp.maximum(steps, 1)
+
+
+def move(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+    """A step of one of Optax's optimisers; returns the values and the optimiser's state."""
+    with trees.other_peoples_code():
+        updates, state = optimiser.update(gradient, state, values)
+    return optax.apply_updates(values, updates), state
 
 
 def momentum_step(params: Params, momentum: Params, delta: Params, lr: float, decay: float) -> tuple[Params, Params]:
@@ -193,6 +198,12 @@ def halves(key: PRNGKeyArray, data: Data) -> tuple[Data, Data]:
     place = jnp.argsort(shuffle(key, data))
     first = place < jnp.sum(data.mask) // 2
     return data._replace(mask=data.mask & first), data._replace(mask=data.mask & ~first)
+
+
+def first_half(batch: Data) -> tuple[Data, Data]:
+    """A minibatch in two, the second the larger one where its rows are odd; those that exist are in front of its padding."""
+    first = jnp.arange(batch.mask.shape[0]) < jnp.sum(batch.mask) // 2
+    return batch._replace(mask=batch.mask & first), batch._replace(mask=batch.mask & ~first)
 
 
 def shuffle(key: PRNGKeyArray, data: Data) -> Int[Array, " n"]:

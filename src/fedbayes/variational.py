@@ -26,7 +26,7 @@ from fedbayes import gaussian
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured, encode, inseparable
-from fedbayes.trees import other_peoples_code
+from fedbayes.training import move
 
 LARGEST = 2**27
 """Numbers in one array of variational parameters beyond which a family is refused."""
@@ -373,9 +373,7 @@ def own_gradient(
 
 def ascend(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
     """One step up along a gradient."""
-    with other_peoples_code():
-        updates, state = optimiser.update(jax.tree.map(jnp.negative, gradient), state)
-    return optax.apply_updates(values, updates), state
+    return move(optimiser, values, jax.tree.map(jnp.negative, gradient), state)
 
 
 def adam(lr: float, decay: float, steps: int | None) -> optax.GradientTransformation:

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
@@ -32,7 +31,7 @@ from fedbayes.algorithm import Algorithm, Data, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, local_steps, mean_loss, rows
+from fedbayes.training import Training, local_steps, mean_loss, move, rows
 
 
 class Local(NamedTuple):
@@ -118,15 +117,10 @@ class APFL(Algorithm[Server, Local, Down, Up]):
         def F(w: Params, batch: Data) -> Float[Array, ""]:
             return mean_loss(self.model, w, batch)
 
-        def descended(params: Params, gradient: Params, state: Any) -> tuple[Params, Any]:
-            with trees.other_peoples_code():
-                updates, state = optimiser.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state
-
         def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
             w, v, alpha, of_w, of_v, total, steps = carry
             slope = jax.grad(F)(mixed(alpha, v, w), batch)
-            new_v, of_v = descended(v, jax.tree.map(lambda leaf: alpha * leaf, slope), of_v)
+            new_v, of_v = move(optimiser, v, jax.tree.map(lambda leaf: alpha * leaf, slope), of_v)
             new_alpha = alpha
             if self.adaptive:
                 new_alpha = jnp.clip(alpha - lr * alpha_slope(v, w, slope), 0.0, 1.0)
@@ -134,7 +128,7 @@ class APFL(Algorithm[Server, Local, Down, Up]):
                     new_alpha = jnp.where(steps == 0, new_alpha, alpha)
             if moving:
                 value, gradient = jax.value_and_grad(F)(w, batch)
-                w, of_w = descended(w, gradient, of_w)
+                w, of_w = move(optimiser, w, gradient, of_w)
                 total = total + value
             return w, new_v, new_alpha, of_w, of_v, total, steps + 1
 

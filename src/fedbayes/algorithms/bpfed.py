@@ -184,17 +184,14 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
         def whole(moving: MeanField) -> MeanField:
             return moving if fixed is None else _merge(moving, fixed)
 
-        def pull(moving: MeanField, _: MeanField) -> Float[Array, ""]:
-            return self.kl / n * gaussian.kl(moving, held)
-
-        def divergence(moving: MeanField, copy: MeanField) -> Float[Array, ""]:
-            return self.kl / n * gaussian.kl(moving, copy)
+        def divergence(moving: MeanField, other: Any) -> Float[Array, ""]:
+            return self.kl / n * gaussian.kl(moving, other)
 
         def fit(moving: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
             return bayesian.loss(self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation)
 
         reinforce = self.kl > 0 and self.reinforce
-        terms = (pull if self.kl else None, divergence if reinforce else None)
+        terms = ((lambda q, _: divergence(q, held)) if self.kl else None, divergence if reinforce else None)
         q, copy, loss = bayesian.follow(self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving))
         return copy if reinforce else q, loss
 

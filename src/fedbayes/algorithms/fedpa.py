@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
@@ -32,7 +31,7 @@ from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.algorithms.fedavg import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, local_steps, mean_loss, momentum_step, rows
+from fedbayes.training import Training, descend, local_steps, mean_loss, momentum_step, move, rows
 
 
 class Server(NamedTuple):
@@ -157,9 +156,7 @@ class FedPA(Algorithm[Server, Local, Down, Up]):
         def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
             params, state, sums, total, number = carry
             value, gradient = jax.value_and_grad(self._F)(params, key, batch)
-            with trees.other_peoples_code():
-                updates, state = optimiser.update(gradient, state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = move(optimiser, params, gradient, state)
             epoch = number // steps - self.burn_in_epochs
             # Steps of the burn-in have nowhere to go; a negative index would count from the end.
             place = jnp.where(epoch < 0, self.samples, epoch)

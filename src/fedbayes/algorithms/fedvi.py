@@ -40,7 +40,7 @@ from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
 from fedbayes.errors import UserError
 from fedbayes.gaussian import MeanField
 from fedbayes.models import Categorical, Model, mlp
-from fedbayes.training import Training, descend, masked_mean, momentum_step, rows
+from fedbayes.training import Training, descend, first_half, masked_mean, momentum_step, rows
 
 
 class Sizes(NamedTuple):
@@ -246,13 +246,11 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
         for_theta, for_beta = jax.random.split(key)
         theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
         h = self.model.features(theta.network, batch.x)  # type: ignore[misc]
-        size = jnp.sum(batch.mask)
-        first = jnp.arange(batch.mask.shape[0]) < size // 2  # a minibatch has the rows that exist in front
-        support, query = (batch.mask, batch.mask) if self.shared else (batch.mask & first, batch.mask & ~first)
-        q = self.posterior(theta, h, support)
+        support, query = (batch, batch) if self.shared else first_half(batch)
+        q = self.posterior(theta, h, support.mask)
         outputs = self.model.readout(self.with_head(theta, *self._drawn(for_beta, q)), h)  # type: ignore[misc]
-        nll = masked_mean(-self.model.likelihood.log_prob(outputs, batch.y), query)
-        return nll + self.tau / jnp.maximum(size, 1).astype(nll.dtype) * self.divergence(q)
+        nll = masked_mean(-self.model.likelihood.log_prob(outputs, batch.y), query.mask)
+        return nll + self.tau / jnp.maximum(rows(batch), 1) * self.divergence(q)
 
     def _drawn(self, key: PRNGKeyArray, q: Posterior | None) -> tuple[Float[Array, "l k"], Float[Array, " k"]]:
         if q is None:

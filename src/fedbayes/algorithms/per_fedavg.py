@@ -16,25 +16,18 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
+from fedbayes.algorithms.pfedme import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
-
-
-class Local(NamedTuple):
-    """The client's model after its steps, and whether it has taken any; until then w stands for it."""
-
-    theta: Params
-    own: Bool[Array, ""]
+from fedbayes.training import Training, descend, first_half, mean_loss, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +74,7 @@ class PerFedAvg(Algorithm[Server, Local, Down, Up]):
         """Steps on F_i, then the client's own steps from where they led."""
 
         def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            first = jnp.arange(batch.mask.shape[0]) < jnp.sum(batch.mask) // 2  # rows that exist are in front
-            D, other = batch._replace(mask=batch.mask & first), batch._replace(mask=batch.mask & ~first)
+            D, other = first_half(batch)
             return mean_loss(self.model, self._step(w, D), other)
 
         w, loss = descend(self.model, F, down.params, self.train, down.lr, key, data)

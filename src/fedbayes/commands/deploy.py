@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from tyro.conf import Positional
 
 from fedbayes.commands.display import progress_bar, result_table, show
-from fedbayes.commands.options import parse
+from fedbayes.commands.options import parse, python_file
 from fedbayes.errors import UserError
 
 USAGE = """usage: fedbayes deploy COMMAND …
@@ -144,14 +143,14 @@ def local(arguments: Sequence[str]) -> None:
         write_project(project, options.algorithm, options.sites, options.rounds)
     experiment = experiment_of(project)
     out = options.out.resolve()
-    states = [{"number": number, "state": str(out / f"site{number}")} for number in range(experiment.sites)]
+    states = [{"number": number, "state": str(out / "sites")} for number in range(experiment.sites)]
     show(f"starting {experiment.sites} sites on this machine; logs are in {out / 'logs'}")
     began = time.monotonic()
     with federation(project, out, states) as started, progress_bar() as add:
         run = started.run({"out": str(out / "server")})
         moved = add("rounds", experiment.rounds)
         while run.poll() is None:
-            moved(_Seen(rounds_in(out / "server" / "metrics.jsonl")), None)
+            moved(SimpleNamespace(round=rounds_in(out / "server" / "metrics.jsonl")), None)
             dead = [name for name, process in started.processes.items() if name != "run" and process.poll() is not None]
             if dead or time.monotonic() - began > options.patience:
                 why = f"{', '.join(dead)} ended" if dead else f"{options.patience:.0f} s are over"
@@ -162,16 +161,9 @@ def local(arguments: Sequence[str]) -> None:
         raise UserError(f"the run ended without a result; see {out / 'logs' / 'run.log'}")
     found = json.loads(result.read_text())
     show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
-    personal = ["--project", str(project), "--number", "0", "--state", str(out / "site0"), "--out", str(out / "site0.csv")]
+    personal = ["--project", str(project), "--number", "0", "--state", str(out / "sites"), "--out", str(out / "site0.csv")]
     personalise(personal)
     show(f"run: {out / 'server'}; {time.monotonic() - began:.0f} s")
-
-
-class _Seen:
-    """What a progress bar looks at."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
 
 
 def rounds_in(path: Path) -> int:
@@ -216,27 +208,13 @@ def _rows(path: Path | None, site: Any) -> tuple[Any, Any]:
         if site.data.test is None:
             raise UserError("the site has no test rows; give rows to predict with --rows FILE.npz")
         return site.data.test.x, site.data.test.y
+    from fedbayes.data.files import read_arrays
     from fedbayes.fit import checked_rows
 
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            x = archive["x"]
-    except (OSError, ValueError, KeyError) as problem:
-        raise UserError(f"{path} cannot be read ({problem}); expected an .npz file with an array x") from None
-    return checked_rows(x, site.data.train.x.shape[1:]).astype(site.data.train.x.dtype), None
+    return checked_rows(read_arrays(path, ["x"])["x"], site.data.train.x.shape[1:]).astype(site.data.train.x.dtype), None
 
 
 def experiment_of(project: Path) -> Any:
     """The experiment that a project's federation/experiment.py defines."""
     path = project / "federation" / "experiment.py"
-    if not path.is_file():
-        raise UserError(f"{path} is not there; give the folder that fedbayes deploy new wrote")
-    spec = importlib.util.spec_from_file_location("federation_experiment", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, "experiment"):
-        raise UserError(f"{path} defines no `experiment`")
-    return module.experiment
+    return python_file(path, ["experiment"], "the folder that fedbayes deploy new wrote").experiment

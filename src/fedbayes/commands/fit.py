@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +13,7 @@ from rich.table import Table
 
 from fedbayes.algorithms import find, names
 from fedbayes.commands.display import progress_bar, show
-from fedbayes.commands.options import parse
+from fedbayes.commands.options import parse, python_file
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
 from fedbayes.silo_fit import ROUNDS, SiloFit
@@ -115,24 +113,7 @@ def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[st
 
 def load(path: Path) -> ModuleType:
     """A model file as a module."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; give a Python file with population, silo and silos")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if path.suffix != ".py" or spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file; a model file ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
-    except Exception as problem:
-        raise UserError(f"{path} cannot be loaded: {type(problem).__name__}: {problem}") from problem
-    if missing := [name for name in NEEDED if not hasattr(module, name)]:
-        raise UserError(
-            f"{path} has no {', '.join(missing)}; a model file has population(), silo(population, data) and silos()"
-        )
-    return module
+    return python_file(path, NEEDED, "a Python file with population(), silo(population, data) and silos()")
 
 
 def posterior_table(fit: SiloFit) -> Table:

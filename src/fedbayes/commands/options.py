@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
@@ -213,6 +216,26 @@ def _replace(config: Any, path: list[str], value: Any, setting: str) -> Any:
     if inner is not None and not isinstance(inner, Model) and not isinstance(value, type(inner)):
         raise UserError(f"{setting!r}: expected a {type(inner).__name__}, such as {inner!r}")
     return dataclasses.replace(config, **{path[0]: value})
+
+
+def python_file(path: Path, needed: Sequence[str], what: str) -> ModuleType:
+    """A Python file of the user's as a module that has the names it needs."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give {what}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if path.suffix != ".py" or spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file; a model file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(f"{path} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    if missing := [name for name in needed if not hasattr(module, name)]:
+        raise UserError(f"{path} has no {', '.join(missing)}; give {what}")
+    return module
 
 
 def write_json(path: Path, content: Any) -> None:

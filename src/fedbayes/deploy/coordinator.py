@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,8 @@ from fedbayes.deploy.experiment import Experiment
 from fedbayes.deploy.site import locked
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, is_numeric, summary
-from fedbayes.runs import SCHEMA, describe, title, write
+from fedbayes.runs import SCHEMA, describe, title, write, writing
+from fedbayes.simulator import drawn
 from fedbayes.stances import likelihood_of, no_scores
 
 log = logging.getLogger("fedbayes")
@@ -39,11 +40,11 @@ TRIES = 3
 
 
 class Request(NamedTuple):
-    """What goes to a site: which kind of message, some facts, and arrays by name."""
+    """What goes to some sites: which kind of message, arrays by name, the same for all, and facts for each site."""
 
     kind: str
-    facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
+    facts: dict[int, dict[str, Any]]
 
 
 class Reply(NamedTuple):
@@ -61,8 +62,8 @@ class Post(Protocol):
     def sites(self) -> list[int]:
         """The numbers of the sites that can be reached now."""
 
-    def ask(self, requests: Mapping[int, Request], patience: float) -> Iterator[Reply]:
-        """Send each site its request and give the replies as they come, one at a time, until all are there or time is up."""
+    def ask(self, request: Request, patience: float) -> Iterator[Reply]:
+        """Send its sites the request and give replies as they come, one at a time, until all are there or time is up."""
 
 
 class Refused(UserError):
@@ -88,10 +89,8 @@ class Coordinator:
         self.run = secrets.token_hex(8)
         self.history: list[dict[str, Any]] = []
         wire.check(wire.manifest(experiment.algorithm, experiment.example))
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise UserError(f"the run cannot be kept in {self.folder}: {problem.strerror}; choose another `out`") from None
         if (self.folder / "checkpoint.safetensors").exists():
             self._restore()
 
@@ -125,13 +124,12 @@ class Coordinator:
                 f"round {round} needs {least} of sites {_list(cohort)}, but only {_list(present) or 'none'} can be reached; "
                 "start the others, or lower `minimum`"
             )
-        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
-        requests = {n: Request("round", self._facts(round, n), arrays) for n in present}
+        request = self._request("round", round, down, present)
         partial, stacks, answered = None, {}, []
-        for reply in post.ask(requests, self.experiment.patience):
+        for reply in post.ask(request, self.experiment.patience):
             number = reply.site
             try:
-                if number not in requests or number in answered:
+                if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
                 up = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self._accept(reply, round))
                 del reply  # its arrays are large
@@ -165,14 +163,13 @@ class Coordinator:
     def conclude(self, post: Post) -> dict[str, Any]:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
         down = broadcast(self.experiment.algorithm, keys.of_round(self.experiment.seed, self.round + 1), self.state)
-        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
-        requests = {number: Request("score", self._facts(self.round, number), arrays) for number in everyone}
+        request = self._request("score", self.round, down, everyone)
         networked = self.experiment.networked
         stances = self.experiment.stances if networked else ()
         scores = {stance: no_scores(self.experiment.sites) for stance in stances}
         scored = []
-        for reply in post.ask(requests, self.experiment.patience):
+        for reply in post.ask(request, self.experiment.patience):
             try:
                 if reply.problem is not None:
                     raise Refused(reply.problem)
@@ -204,12 +201,8 @@ class Coordinator:
 
     def chosen(self, round: int) -> list[int]:
         """The sites of a round, as the simulator draws them."""
-        everyone = np.arange(self.experiment.sites)
-        cohort = self.experiment.cohort or len(everyone)
-        if cohort == len(everyone):
-            return everyone.tolist()
-        draw = np.random.default_rng([self.experiment.seed, round])
-        return np.sort(draw.choice(everyone, cohort, replace=False)).tolist()
+        draw, sites = np.random.default_rng([self.experiment.seed, round]), self.experiment.sites
+        return drawn(draw, np.arange(sites), self.experiment.cohort or sites).tolist()
 
     def _present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
         """The sites of a cohort that can be reached: all, or after some grace enough of them, or when patience ends what is."""
@@ -221,14 +214,10 @@ class Coordinator:
                 return present
             time.sleep(PAUSE)
 
-    def _facts(self, round: int, number: int) -> dict[str, Any]:
-        return {
-            "run": self.run,
-            "round": round,
-            "site": number,
-            "counted": self.counted[number],
-            "fingerprint": self.experiment.fingerprint,
-        }
+    def _request(self, kind: str, round: int, down: Any, sites: list[int]) -> Request:
+        told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
+        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
+        return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
     def _accept(self, reply: Reply, round: int) -> Any:
         if reply.problem is not None:

@@ -167,18 +167,14 @@ class FlowerPost:
         self.refused |= dict.fromkeys(silent, now + AGAIN)
         return sorted(number for number, node in self.node_of.items() if node in nodes)
 
-    def ask(self, requests: Mapping[int, Request], patience: float) -> Iterator[Reply]:
+    def ask(self, request: Request, patience: float) -> Iterator[Reply]:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
-        number_of = {self.node_of[number]: number for number in requests}
-        kinds = {"round": "train.round", "score": "query.score"}
-        records: dict[int, ArrayRecord] = {}  # all sites' requests have the same arrays, which are there once
-        asked = {}
-        for number, request in requests.items():
-            record = (
-                records.setdefault(id(request.arrays), _record(request.arrays)) if not records else records[id(request.arrays)]
-            )
-            content = RecordDict({"facts": ConfigRecord(dict(request.facts)), "arrays": record})
-            asked[self.node_of[number]] = (kinds[request.kind], content, str(request.facts["round"]))
+        number_of = {self.node_of[number]: number for number in request.facts}
+        kind = {"round": "train.round", "score": "query.score"}[request.kind]
+        record, asked = _record(request.arrays), {}  # the arrays are there once, for all sites
+        for number, facts in request.facts.items():
+            content = RecordDict({"facts": ConfigRecord(facts), "arrays": record})
+            asked[self.node_of[number]] = (kind, content, str(facts["round"]))
         for node, reply in self._exchange(asked, patience):
             number = number_of[node]
             if reply.problem is not None and self.node_of.get(number) == node:

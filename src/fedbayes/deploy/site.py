@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import keys, trees, wire
-from fedbayes.algorithm import Data
-from fedbayes.cohort import AnyAlgorithm
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.errors import UserError
-from fedbayes.evaluate import Score, blockwise
-from fedbayes.runs import write
-from fedbayes.stances import BLOCK, likelihood_of
+from fedbayes.evaluate import Score
+from fedbayes.runs import write, writing
+from fedbayes.silos import one_silo
+from fedbayes.stances import adapted, scored
 from fedbayes.states import States
-from fedbayes.trees import Form, put_together, take_apart
+from fedbayes.trees import take_apart
 
 
 @contextlib.contextmanager
 def locked(folder: Path, who: str) -> Iterator[None]:
     """Nobody else in a folder meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +71,7 @@ class Site:
         states = self._states(run, counted)
         local = self._own(states)
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
-        up, new = _client(self.experiment.algorithm, self.form, key, down, local, self.arrays)
+        up, new = one_silo(self.experiment.algorithm, self.form, key, down, local, self.arrays)
         if not bool(trees.finite((up, new))):
             raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
         states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
@@ -91,8 +90,8 @@ class Site:
         for stance in self.experiment.stances:
             local = {"global": fresh, "personal": own}.get(stance)
             if local is None:
-                local = _adapt(self.experiment.algorithm, key, down, own, self.data.train)
-            found[stance] = jax.device_get(_score(self.experiment.algorithm, key, down, local, self.data.test))
+                local = _adapted(self.experiment.algorithm, key, down, own, self.data.train)
+            found[stance] = jax.device_get(_scored(self.experiment.algorithm, key, down, local, self.data.test))
         return found
 
     def keep(self, run: str, round: int, counted: int, down: Any) -> None:
@@ -112,17 +111,15 @@ class Site:
         down, local = jax.tree.map(jnp.asarray, down), self._own(states)
         if adapted:
             key = keys.fold(keys.of_round(self.experiment.seed, told["round"]), np.uint32(self.number))
-            local = _adapt(self.experiment.algorithm, key, down, local, self.data.train)
+            local = _adapted(self.experiment.algorithm, key, down, local, self.data.train)
         return down, local
 
     def _folder(self, run: str) -> Path:
         if not run.isalnum():
             raise UserError(f"the run is called {run!r}, but a run's name is letters and digits")
         folder = self.folder / run
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise UserError(f"the site's state cannot be kept in {folder}: {problem.strerror}") from None
         return folder
 
     def _states(self, run: str, counted: int, *, looking: bool = False) -> States[Any]:
@@ -140,17 +137,4 @@ class Site:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), states.get(np.array([0])))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _client(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, local: Any, arrays: tuple[Any, ...]) -> Any:
-    return algorithm.client(key, down, local, put_together(form, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _adapt(algorithm: AnyAlgorithm, key: Any, down: Any, local: Any, data: Data) -> Any:
-    return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _score(algorithm: AnyAlgorithm, key: Any, down: Any, local: Any, data: Data) -> Score:
-    draw = keys.fold(key, np.uint32(keys.PREDICT))
-    return blockwise(lambda x: algorithm.predict(draw, down, local, x), likelihood_of(algorithm), data, BLOCK)
+_adapted, _scored = (jax.jit(one, static_argnums=0) for one in (adapted, scored))

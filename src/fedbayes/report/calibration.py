@@ -12,12 +12,6 @@ from fedbayes.evaluate import BINS, Score, metrics
 from fedbayes.report.posterior import COLOURS
 
 
-def pooled(scores: Score, members: np.ndarray | None = None) -> Score:
-    """The score of some clients together, by default of all."""
-    chosen = slice(None) if members is None else members
-    return Score(*(np.asarray(value)[chosen].sum(axis=0, dtype=np.float64) for value in scores))
-
-
 def reliability(methods: Mapping[str, Score]) -> Figure:
     """For each method a reliability diagram, and under it how many rows have which confidence.
 
@@ -25,6 +19,7 @@ def reliability(methods: Mapping[str, Score]) -> Figure:
     surer than they should be. Each score is one client's, or several clients' `pooled`.
 
     >>> import fedbayes as fb
+    >>> from fedbayes.evaluate import pooled
     >>> clients = fb.data.load("digits", hold_out=4)
     >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5, stances=("global",))
     >>> len(reliability({"FedAvg": pooled(fit.evaluation.scores["global"])}).axes)
