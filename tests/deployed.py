@@ -25,7 +25,7 @@ class Direct:
             given = (facts["run"], facts["round"], facts["counted"], down)
             answer = site.train(*given) if request.kind == "round" else site.score(*given)
             arrays = {path: np.asarray(leaf) for path, leaf in trees.named(answer).items()}
-            reply = Reply(number, {"round": facts["round"], "run": facts["run"]}, arrays)
+            reply = Reply(number, {"round": facts["round"], "run": facts["run"]}, dict(arrays))
             self.seen.append(arrays)
             fault = self.faults.get((number, facts["round"])) or self.faults.get(number)
             yield from spoilt(reply, fault) if request.kind == "round" else [reply]

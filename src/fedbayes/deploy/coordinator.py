@@ -7,6 +7,7 @@ and not counted. After each round the state is on the disk; a run that is starte
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -131,17 +132,17 @@ class Coordinator:
             try:
                 if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
-                up = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], self._accept(reply, round))
-                del reply  # its arrays are large
-                more = _added(reduce.empty(self.experiment.up) if partial is None else partial, up)
-                if not bool(trees.finite(more)):
+                up = self._accept(reply, round)
+                before = reduce.empty(self.experiment.up) if partial is None else partial
+                if not bool(_fits(before, up)):
                     raise Refused("with it the sum is too large for its numbers")
-                partial = more
+                partial = _added(before, up)
             except UserError as problem:
                 log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue
             stacks[number] = reduce.stacked(up)
             answered.append(number)
+            del up, reply  # they are large, and the next one is on its way
         if missing := sorted(set(cohort) - set(answered)):
             log.warning("round %d: sites %s are not counted", round, _list(missing))
         if partial is None or len(answered) < least:
@@ -220,6 +221,7 @@ class Coordinator:
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
     def _accept(self, reply: Reply, round: int) -> Any:
+        """An upload that is as declared, stacked alone; the reply's arrays are taken out of it one by one."""
         if reply.problem is not None:
             raise Refused(reply.problem)
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
@@ -232,7 +234,9 @@ class Coordinator:
             norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in self._judged(up)))
             if norm > self.experiment.norm:
                 raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
-        return up
+        del up
+        moved = {path: jnp.asarray(reply.arrays.pop(path)[None]) for path in list(reply.arrays)}
+        return jax.tree.unflatten(jax.tree.structure(self.experiment.up), [moved[path] for path in self.experiment.paths])
 
     def _judged(self, up: Any) -> list[Any]:
         """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
@@ -261,9 +265,17 @@ class Coordinator:
         self.history = [entry for entry in map(json.loads, lines) if entry["round"] <= self.round]
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)  # in place: a sum may be large
 def _added(partial: Any, up: Any) -> Any:
     return reduce.add(partial, up, jnp.ones(1))
+
+
+@jax.jit
+def _fits(partial: reduce.Partial, up: Any) -> Any:
+    """Whether a sum stays finite with one more upload, from the largest numbers of both."""
+    one = reduce.add(jax.tree.map(jnp.zeros_like, partial), up, jnp.ones(1))
+    largest = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a), initial=0) + jnp.max(jnp.abs(b), initial=0), partial, one)
+    return trees.finite(largest)
 
 
 def _list(numbers: Any) -> str:

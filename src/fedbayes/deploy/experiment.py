@@ -132,6 +132,11 @@ class Experiment:
         """The shapes of `Up`."""
         return self._program[1]
 
+    @property
+    def paths(self) -> list[str]:
+        """The names of what `Up` holds, in its order."""
+        return list(trees.named(self.up))
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""

@@ -131,7 +131,8 @@ def _record(arrays: Mapping[str, Any]) -> ArrayRecord:
 
 
 def _arrays(content: RecordDict) -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in content.array_records["arrays"].items()}
+    record = content.array_records["arrays"]
+    return {name: record.pop(name).numpy() for name in list(record)}  # one by one: they are large
 
 
 class FlowerPost:
@@ -175,23 +176,28 @@ class FlowerPost:
         for number, facts in request.facts.items():
             content = RecordDict({"facts": ConfigRecord(facts), "arrays": record})
             asked[self.node_of[number]] = (kind, content, str(facts["round"]))
+        del record, content  # what has been pushed is not kept
         for node, reply in self._exchange(asked, patience):
             number = number_of[node]
             if reply.problem is not None and self.node_of.get(number) == node:
                 del self.node_of[number]  # it may have changed, so it is greeted again
             yield reply._replace(site=number)
 
+    def _push(self, node: int, kind: str, content: RecordDict, group: str, patience: float) -> list[str]:
+        """Send a message; gives its identifier, or none where the node cannot be reached, which is no reason to end a run."""
+        message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
+        try:
+            return [identifier for identifier in self.grid.push_messages([message]) if identifier]
+        except Exception as problem:
+            log.warning("node %s cannot be asked: %s", node, problem)
+            return []
+
     def _exchange(self, asked: dict[int, tuple[str, RecordDict, str]], patience: float) -> Iterator[tuple[int, Reply]]:
         """Nodes and their replies; whoever has not answered in time is left out."""
         end = time.monotonic() + patience
         waiting: dict[str, int] = {}
         for node in list(asked):
-            kind, content, group = asked.pop(node)
-            try:
-                message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
-                waiting |= dict.fromkeys((one for one in self.grid.push_messages([message]) if one), node)
-            except Exception as problem:  # one site that cannot be reached is no reason to end a run
-                log.warning("node %s cannot be asked: %s", node, problem)
+            waiting |= dict.fromkeys(self._push(node, *asked.pop(node), patience), node)
         while waiting and time.monotonic() < end:
             for identifier in list(waiting):
                 for message in self.grid.pull_messages({identifier}):
