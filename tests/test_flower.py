@@ -1,4 +1,4 @@
-"""Real processes: a SuperLink with TLS, nodes with keys, a run; and what happens when one of them is killed."""
+"""Real processes: a SuperLink with TLS, nodes with keys, runs; and what happens when one of them fails or is killed."""
 
 import importlib.util
 import json
@@ -8,13 +8,19 @@ import time
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
+from deployed import deployment
+from hierarchy import partition
 
 import fedbayes as fb
 from fedbayes import wire
 from fedbayes.commands.deploy import experiment_of
 from fedbayes.deploy.certificates import make_key
+from fedbayes.deploy.experiment import site_rows
 from fedbayes.deploy.processes import federation
+from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
+from fedbayes.silos import SiloSimulation
 from fedbayes.simulator import Simulation
 
 pytestmark = [
@@ -23,14 +29,20 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="needs fedbayes[flower]"),
 ]
 ROUNDS, SITES = 3, 2
+WAIT = 600
+"""Seconds that a run may take: each message is a new process, and a machine may be busy."""
 
-METHODS = {
+NETWORKS = {
     "fedavg": "fb.FedAvg(model, train=TRAIN)",
     "fedper": "fb.FedPer(model, train=TRAIN)",
     "fedhb-niw": "fb.FedHBNIW(model, sigma0=0.3, train=TRAIN)",
     "fedhb-mixture": "fb.FedHBMixture(model, train=TRAIN)",
     "bpfed": "fb.BPFed(model, train=TRAIN)",
     "fedvi": "fb.FedVI(model, constructor=(8,), train=TRAIN, server_lr=1.0)",
+}
+STRUCTURED = {
+    "sfvi-avg": "fb.SFVIAvg(population, silo, steps=3)",
+    "pvi": "fb.PVI(population, silo, steps=3)",
 }
 EXPERIMENT = """\
 import time
@@ -45,120 +57,248 @@ algorithm = ({algorithm}).planned({rounds}, **clients.facts)
 
 
 def load(settings):
-    if "slow" in settings:
-        time.sleep(float(settings["slow"]))
+    time.sleep(float(settings.get("slow", 0)))
     return site_rows(clients, str(settings["number"]))
 
 
 experiment = Experiment(algorithm, example_rows((64,)), load, {rounds}, {sites}, seed=5, {options})
 """
+OF_SILOS = """\
+import fedbayes as fb
+from fedbayes.deploy.experiment import Experiment, SiteData
+from fedbayes.silos import plan
+
+silos = list(partition(6, 6).values())
+algorithm = plan({algorithm}, dict(enumerate(silos)), {rounds})
 
 
-def project(folder, name, options="patience=240.0", rounds=ROUNDS):
-    """A project whose experiment is a small one."""
+def load(settings):
+    return SiteData(silos[settings["number"]])
+
+
+experiment = Experiment(algorithm, silos[0], load, {rounds}, {sites}, seed=5, {options})
+"""
+
+
+def project(folder, name, options="patience=300.0", rounds=ROUNDS, app=None):
+    """A project whose experiment is a small one; `app` is put after the usual app.py."""
     write_project(folder, "fedavg", SITES, rounds)
-    text = EXPERIMENT.format(algorithm=METHODS[name], sites=SITES, rounds=rounds, options=options)
-    (folder / "federation" / "experiment.py").write_text(textwrap.dedent(text))
+    values = {"sites": SITES, "rounds": rounds, "options": options}
+    if name in NETWORKS:
+        text = EXPERIMENT.format(algorithm=NETWORKS[name], **values)
+    else:
+        text = (ROOT / "tests" / "hierarchy.py").read_text() + OF_SILOS.format(algorithm=STRUCTURED[name], **values)
+    (folder / "federation" / "experiment.py").write_text(text)
+    if app is not None:
+        with open(folder / "federation" / "app.py", "a") as file:
+            file.write(textwrap.dedent(app))
     return folder
 
 
 def settings(folder, **more):
-    return [
-        {"number": number, "state": str(folder / f"state{number}"), **more.get(f"site{number}", {})} for number in range(SITES)
-    ]
+    return [{"number": number, "state": str(folder / "sites"), **more.get(f"site{number}", {})} for number in range(SITES)]
 
 
-def simulated(folder):
-    """The simulator after the rounds of the project in a folder."""
-    experiment = experiment_of(folder / "project")
-    clients = fb.data.load("digits", partition="iid", clients=SITES)
-    simulation = Simulation(experiment.algorithm, clients, seed=5, clients="loop")
-    for _ in range(experiment.rounds):
-        simulation.step()
-    return simulation
+def rows():
+    return fb.data.load("digits", partition="iid", clients=SITES)
 
 
-def assert_simulators(folder):
-    simulation = simulated(folder)
-    for a, b in zip(jax.tree.leaves(state_in(folder, simulation.state)), jax.tree.leaves(simulation.state), strict=True):
+def assert_simulators(folder, server):
+    """The state in a server's folder is the simulator's after the rounds of the project in another."""
+    experiment = experiment_of(folder)
+    if experiment.networked:
+        simulation = Simulation(experiment.algorithm, rows(), seed=5, clients="loop")
+        for _ in range(experiment.rounds):
+            simulation.step()
+    else:
+        simulation = SiloSimulation(experiment.algorithm, partition(6, 6), seed=5)
+        for _ in simulation.advance(experiment.rounds):
+            pass
+    assert_state(server, simulation.state)
+
+
+def assert_state(server, expected):
+    content = (server / "checkpoint.safetensors").read_bytes()
+    found = wire.unpack(content, jax.device_get(expected), "the checkpoint")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
 
 
-def state_in(folder, template):
-    return wire.unpack((folder / "server" / "checkpoint.safetensors").read_bytes(), jax.device_get(template), "the checkpoint")
-
-
-def rounds_done(folder):
-    path = folder / "server" / "metrics.jsonl"
+def rounds_done(server):
+    path = server / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_until(condition, seconds=240.0):
+def wait_until(condition, seconds=WAIT):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.25)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_two_real_sites_give_the_simulators_state(name, tmp_path):
-    with federation(project(tmp_path / "project", name), tmp_path, settings(tmp_path)) as running:
-        running.run({"out": str(tmp_path / "server")}, wait=400)
-    assert_simulators(tmp_path)
-    assert [entry["sites"] for entry in rounds_done(tmp_path)] == [[0, 1]] * ROUNDS
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A federation of two sites, for one run after the other."""
+    folder = tmp_path_factory.mktemp("federation")
+    with federation(project(folder / "project", "fedavg"), folder, settings(folder)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, *STRUCTURED])
+def test_two_real_sites_give_the_simulators_state(name, running, tmp_path):
+    running.run({"out": str(tmp_path / "server")}, wait=WAIT, project=project(tmp_path / "project", name))
+    assert_simulators(tmp_path / "project", tmp_path / "server")
+    assert [entry["sites"] for entry in rounds_done(tmp_path / "server")] == [[0, 1]] * ROUNDS
+
+
+CAPTURE = """
+    import secrets
+    from pathlib import Path
+
+    from flwr.common.serde import recorddict_to_proto
+
+    from fedbayes.deploy import flower
+
+    made = flower.Message
+
+
+    def kept(content, **given):
+        (Path({folder!r}) / secrets.token_hex(8)).write_bytes(recorddict_to_proto(content).SerializeToString())
+        return made(content, **given)
+
+
+    flower.Message = kept
+"""
+
+
+def test_no_byte_of_a_row_or_a_local_state_is_in_any_message(running, tmp_path):
+    """Every message of a run, both ways, as the bytes that go into TLS; what should be in them is found."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    folder = project(tmp_path / "project", "fedper", app=CAPTURE.format(folder=str(seen)))
+    running.run({"out": str(tmp_path / "server")}, wait=WAIT, project=folder)
+    messages = [path.read_bytes() for path in seen.iterdir()]
+    assert len(messages) >= 2 * SITES * (ROUNDS + 2)  # greetings, rounds, scores
+    sent, clients, experiment = b"\0".join(messages), rows(), experiment_of(folder)
+    told = json.loads((tmp_path / "server" / "result.json").read_text())
+    for number in range(SITES):
+        site = Site(experiment, number, running.folder / "sites", site_rows(clients, str(number)))
+        down, local = site.personal(told["run"])
+        assert all(np.asarray(leaf).tobytes() in sent for leaf in jax.tree.leaves(down))
+        x = np.concatenate([site.data.train.x, site.data.test.x])
+        private = [*jax.tree.leaves(local), *x, *x.astype(np.uint8), *x.astype(np.float64)]
+        for leaf in private:
+            if np.asarray(leaf).any():
+                assert np.ascontiguousarray(leaf).tobytes() not in sent
+
+
+FAULTS = ("nan", "shape", "extra", "norm", "late")
+SPOIL = """
+    import time
+
+    import numpy as np
+
+    from fedbayes.deploy import flower
+
+    honest = flower._at_site
+
+
+    def spoilt(experiment, message, context, what):
+        facts, arrays = honest(experiment, message, context, what)
+        faults = str(context.node_config.get("faults", "")).split(",") if what == "train" else []
+        fault = faults[facts["round"] - 1] if facts["round"] <= len(faults) else ""
+        if fault == "late":
+            time.sleep(100)
+        if fault == "extra":
+            arrays = {**arrays, "secret": np.ones(3)}
+        change = {"nan": lambda a: a * np.nan, "shape": lambda a: a[None], "norm": lambda a: a * 100}.get(fault)
+        if change is not None:
+            arrays = {name: np.asarray(change(a)) if name != "weight" else a for name, a in arrays.items()}
+        return facts, arrays
+
+
+    flower._at_site = spoilt
+"""
+
+
+def test_a_site_that_answers_badly_is_named_and_not_counted(tmp_path):
+    """NaN, a wrong shape, a field too many, a hundredfold norm, an answer too late: as if the site had not been there."""
+    folder = project(tmp_path / "project", "fedper", "patience=90.0, minimum=1, norm=50.0", rounds=len(FAULTS) + 1, app=SPOIL)
+    sites = settings(tmp_path, site1={"faults": ",".join(FAULTS)})
+    with federation(folder, tmp_path, sites) as running:
+        running.run({"out": str(tmp_path / "server")}, wait=WAIT)
+        log = (running.logs / "run.log").read_text()
+    done = rounds_done(tmp_path / "server")
+    assert [entry["sites"] for entry in done[:-1]] == [[0]] * len(FAULTS)
+    for round, word in enumerate(("not finite", "is expected", "secret", "norm"), start=1):
+        assert any(f"round {round}: the answer of site 1 is refused" in line and word in line for line in log.splitlines())
+    assert "round 5: sites 1 are not counted" in log
+    gone = {(1, entry["round"]): "lost" for entry in done if 1 not in entry["sites"]}
+    parts = [site_rows(rows(), str(number)) for number in range(SITES)]
+    without, post = deployment(experiment_of(folder).algorithm, parts, tmp_path / "without", len(done), gone, minimum=1)
+    for _ in done:
+        without.step(post)
+    assert_state(tmp_path / "server", without.state)
 
 
 def test_a_site_that_is_killed_is_left_out_and_comes_back(tmp_path):
-    """Site 1 dies in the middle of a round, which goes on without it; started again, it is counted again."""
-    folder = project(tmp_path / "project", "fedper", "patience=30.0, minimum=1", rounds=6)
+    """Site 1 dies in the middle of a round, which goes on without it; started again, it is counted again, and only once."""
+    folder = project(tmp_path / "project", "fedper", "patience=120.0, minimum=1", rounds=8)
+    server = tmp_path / "server"
     with federation(folder, tmp_path, settings(tmp_path, site1={"slow": 8})) as running:
-        run = running.run({"out": str(tmp_path / "server")})
-        wait_until(lambda: len(rounds_done(tmp_path)) >= 1)
+        run = running.run({"out": str(server)})
+        wait_until(lambda: len(rounds_done(server)) >= 1)
         running.kill("site1")
-        wait_until(lambda: any(entry["sites"] == [0] for entry in rounds_done(tmp_path)))
-        wait_until(lambda: restarted(running, 1, tmp_path))
-        run.wait(400)
-    done = rounds_done(tmp_path)
-    assert [entry["round"] for entry in done] == list(range(1, 7))
+        wait_until(lambda: any(entry["sites"] == [0] for entry in rounds_done(server)))
+        wait_until(lambda: restarted(running, 1) and run.poll() is not None)
+    done = rounds_done(server)
+    assert [entry["round"] for entry in done] == list(range(1, 9))
     assert all(0 in entry["sites"] for entry in done)
-    assert any(entry["sites"] == [0] for entry in done)
+    counted = [1 in entry["sites"] for entry in done]
+    assert counted[0]
+    assert counted[counted.index(False) :].count(True)  # it came back
+    gone = {(1, entry["round"]): "lost" for entry in done if 1 not in entry["sites"]}
+    parts = [site_rows(rows(), str(number)) for number in range(SITES)]
+    without, post = deployment(experiment_of(folder).algorithm, parts, tmp_path / "without", len(done), gone, minimum=1)
+    for _ in done:
+        without.step(post)
+    assert_state(server, without.state)
 
 
-def restarted(running, number, folder):
-    """Start a site anew until Flower takes it back, as a supervisor does; true when the run is over or the site stays up."""
-    if running.processes["run"].poll() is not None:
-        return True
-    process = running.processes[f"site{number}"]
-    if process.poll() is not None:
+def restarted(running, number):
+    """Start a site anew when it has ended, as a supervisor does: Flower refuses one for a minute after a crash."""
+    if running.processes[f"site{number}"].poll() is not None:
         running.start_site(number)
         time.sleep(5)
-    return running.processes[f"site{number}"].poll() is None
+    return True
 
 
 def test_the_server_app_is_killed_and_the_same_run_goes_on(tmp_path):
     folder = project(tmp_path / "project", "fedper", rounds=4)
+    server = tmp_path / "server"
     with federation(folder, tmp_path, settings(tmp_path)) as running:
-        running.run({"out": str(tmp_path / "server")})
-        wait_until(lambda: len(rounds_done(tmp_path)) >= 2)
+        running.run({"out": str(server)})
+        wait_until(lambda: len(rounds_done(server)) >= 2)
         running.kill("superexec")  # and with it the server app that it started
         running.kill("run")
+        assert len(rounds_done(server)) < 4
         running.start_executor()
-        running.run({"out": str(tmp_path / "server")}, wait=400)
-    assert_simulators(tmp_path)
+        running.run({"out": str(server)}, wait=WAIT)
+    assert_simulators(folder, server)
 
 
 def test_a_superlink_that_is_away_for_a_while_is_survived(tmp_path):
     folder = project(tmp_path / "project", "fedper", rounds=4)
+    server = tmp_path / "server"
     with federation(folder, tmp_path, settings(tmp_path)) as running:
-        run = running.run({"out": str(tmp_path / "server")})
-        wait_until(lambda: len(rounds_done(tmp_path)) >= 1)
+        running.run({"out": str(server)})
+        wait_until(lambda: len(rounds_done(server)) >= 1)
         running.kill("superlink")
         time.sleep(15)
         running.start_link()
-        wait_until(lambda: len(rounds_done(tmp_path)) == 4, 400)
-        wait_until(lambda: (tmp_path / "server" / "result.json").exists(), 120)
-        assert run is running.processes["run"]
-    assert_simulators(tmp_path)
+        wait_until(lambda: (server / "result.json").exists())
+    assert [entry["sites"] for entry in rounds_done(server)] == [[0, 1]] * 4
+    assert_simulators(folder, server)
 
 
 def test_a_site_without_a_registered_key_is_refused(tmp_path):
@@ -167,5 +307,5 @@ def test_a_site_without_a_registered_key_is_refused(tmp_path):
         make_key(tmp_path / "stranger")
         running.kill("site1")
         running.start_site(1, tmp_path / "stranger")
-        running.processes["site1"].wait(60)
+        running.processes["site1"].wait(120)
         assert running.processes["site1"].returncode != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -217,4 +218,6 @@ def _rows(path: Path | None, site: Any) -> tuple[Any, Any]:
 def experiment_of(project: Path) -> Any:
     """The experiment that a project's federation/experiment.py defines."""
     path = project / "federation" / "experiment.py"
+    if str(project.resolve()) not in sys.path:  # for what it imports beside it
+        sys.path.append(str(project.resolve()))
     return python_file(path, ["experiment"], "the folder that fedbayes deploy new wrote").experiment

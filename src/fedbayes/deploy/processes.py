@@ -88,10 +88,10 @@ class Federation:
         given += ["--node-config", settings]
         self.spawn(f"site{number}", ["flower-supernode", *given])
 
-    def run(self, config: Mapping[str, Any], wait: float | None = None) -> subprocess.Popen[bytes]:
-        """`flwr run`; its log is in logs/run.log. With `wait`, until it ends."""
+    def run(self, config: Mapping[str, Any], wait: float | None = None, project: Path | None = None) -> subprocess.Popen[bytes]:
+        """`flwr run` of the project or of another one; its log is in logs/run.log. With `wait`, until it ends."""
         settings = " ".join(f"{name}={_toml(value)}" for name, value in config.items())
-        process = self.spawn("run", ["flwr", "run", str(self.project), "loop", "--stream", "-c", settings])
+        process = self.spawn("run", ["flwr", "run", str(project or self.project), "loop", "--stream", "-c", settings])
         if wait is not None:
             try:
                 process.wait(wait)
