@@ -34,6 +34,7 @@ from fedbayes.algorithms.fedvi import FedVI, Local
 from fedbayes.errors import UserError
 from fedbayes.evaluate import is_numeric, predictive, probabilities
 from fedbayes.simulator import Simulation
+from fedbayes.training import masked_mean
 
 SAMPLING = 0.01
 """Share of δ for the estimate of R̂(q)."""
@@ -108,7 +109,8 @@ def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: 
     count = int(data.train_counts[place])
     if count == 0:
         raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
-    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([place], count))
+    padded = 1 << (count - 1).bit_length()  # so that clients of like size share a compiled program
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([place], padded))
     key = keys.fold(keys.of_round(simulation.seed, simulation.round), np.uint32(place))
     errors, averaged, divergence = (float(value) for value in _risks(algorithm, draws, key, simulation.down(), rows))
     return Certificate(client, count, delta, errors, divergence, bound(errors, divergence, count, draws, delta), averaged)
@@ -171,4 +173,5 @@ def _risks(algorithm: FedVI, draws: int, key: Any, down: Any, rows: Data) -> tup
     labels = rows.y.astype(jnp.int32)
     wrong = jnp.argmax(probabilities(likelihood, outputs), axis=-1) != labels[None]
     likely = predictive(likelihood, algorithm.predict(key, down, Local(q), rows.x))
-    return jnp.mean(wrong), jnp.mean(jnp.argmax(likely, axis=-1) != labels), algorithm.divergence(q)
+    averaged = (jnp.argmax(likely, axis=-1) != labels).astype(jnp.float32)
+    return masked_mean(jnp.mean(wrong, axis=0), rows.mask), masked_mean(averaged, rows.mask), algorithm.divergence(q)
