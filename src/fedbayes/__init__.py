@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedbayes import data, models
+    from fedbayes import data, models, trackers
     from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
     from fedbayes.algorithms.apfl import APFL
     from fedbayes.algorithms.bpfed import BPFed
@@ -96,7 +96,7 @@ _WHERE = {
     "network": "models",
     "simulate": "fit",
 }
-_MODULES = ("data", "models")
+_MODULES = ("data", "models", "trackers")
 
 __all__ = [
     "APFL",
@@ -145,6 +145,7 @@ __all__ = [
     "models",
     "network",
     "simulate",
+    "trackers",
 ]
 
 

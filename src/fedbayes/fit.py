@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fedbayes.silo_fit import SiloFit
 
 Callback = Callable[[Simulation, Round], None]
+"""Called after each round. One that also has methods `started(config)`, `evaluated(round, figures)` or `finished(result)`, as
+the trackers have, is told of these too."""
 
 
 @dataclasses.dataclass
@@ -216,7 +218,7 @@ def simulate_clients(
         resume: Go on from the folder's checkpoint.
         force: Start over in a folder that holds a run.
         checkpoint_every: Rounds between checkpoints.
-        callbacks: Called with the simulation and the `Round` after each.
+        callbacks: Called with the simulation and the `Round` after each; trackers (`fedbayes.trackers`) are such.
         config: What else identifies the run, for config.json.
 
     >>> import fedbayes as fb
@@ -266,7 +268,15 @@ def simulate_clients(
         history.append(entry)
         if run is not None:
             run.log(entry)
+        if "evaluation" in entry:
+            tell("evaluated", entry["round"], entry["evaluation"])
 
+    def tell(event: str, *news: Any) -> None:
+        for callback in callbacks:
+            if (listen := getattr(callback, event, None)) is not None:
+                listen(*news)
+
+    tell("started", settings)
     with stop_after_round() as stopped:
         while simulation.round < rounds:
             try:
@@ -296,6 +306,7 @@ def simulate_clients(
         result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
     if run is not None:
         run.finish(result, evaluation)
+    tell("finished", result)
     return Fit(simulation, evaluation, result, history)
 
 

@@ -128,9 +128,9 @@ def _unlabelled_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[U
     )
 
 
-def default(name: str) -> Any:
+def default(name: str, model: str = "mlp") -> Any:
     """The algorithm of that name with its own defaults and a small network."""
-    return find(name, "clients")(model=unbuilt("mlp"))
+    return find(name, "clients")(model=unbuilt(model))
 
 
 def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: Any = None) -> Any:
@@ -182,10 +182,7 @@ def override(algorithm: Any, settings: Sequence[str]) -> Any:
     """`algorithm` with `path=value` settings, such as train.lr=0.05."""
     for setting in settings:
         path, equals, text = setting.partition("=")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
+        value = value_of(text)
         if not equals:
             raise UserError(f"the setting {setting!r} cannot be read; write path=value, such as train.lr=0.05")
         try:
@@ -195,6 +192,18 @@ def override(algorithm: Any, settings: Sequence[str]) -> Any:
                 f"{setting!r}: {text!r} is not of the kind that {path} holds; see fedbayes run ALGORITHM --help"
             ) from None
     return algorithm
+
+
+def value_of(text: str) -> Any:
+    """A value as TOML has it, or as a word.
+
+    >>> value_of("0.1"), value_of("[1, 2]"), value_of("head")
+    (0.1, [1, 2], 'head')
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _replace(config: Any, path: list[str], value: Any, setting: str) -> Any:
@@ -236,6 +245,31 @@ def python_file(path: Path, needed: Sequence[str], what: str) -> ModuleType:
     if missing := [name for name in needed if not hasattr(module, name)]:
         raise UserError(f"{path} has no {', '.join(missing)}; give {what}")
     return module
+
+
+def arguments(options: Any, usual: Any, prefix: str = "--") -> list[str]:
+    """A dataclass of options as the command line has them, where they are not the usual ones.
+
+    >>> arguments(RunOptions(rounds=3, cohort=0.5, loop=True), RunOptions())
+    ['--rounds', '3', '--cohort', '0.5', '--loop']
+    >>> arguments(override(default("fedavg"), ["train.lr=0.3", "train.decay_at=[0.5]"]), default("fedavg"))
+    ['--train.lr', '0.3', '--train.decay-at', '0.5']
+    """
+    found: list[str] = []
+    for field in dataclasses.fields(options):
+        value, before = getattr(options, field.name), getattr(usual, field.name)
+        name = field.name.replace("_", "-")
+        if isinstance(value, Model | Unlabelled):
+            found += [] if value.name == getattr(before, "name", None) else [prefix + name, value.name]
+        elif dataclasses.is_dataclass(value):
+            found += arguments(value, before, f"{prefix}{name}.")
+        elif value == before and type(value) is type(before):
+            continue
+        elif isinstance(value, bool):
+            found.append(f"{prefix}{'' if value else 'no-'}{name}")
+        else:
+            found += [prefix + name, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:

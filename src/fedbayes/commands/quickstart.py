@@ -34,8 +34,9 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"quickstart takes no options, but {arguments[0]!r} was given; see fedbayes compare --help")
     started = time.perf_counter()
     show("Handwritten digits: 20 clients with three labels each, 5 of them held out of training.\n")
-    results = compare.compare(OPTIONS)
-    show(result_table(results, f"{OPTIONS.settings.rounds} rounds, 10 clients a round"))
+    (results,) = compare.compare(OPTIONS).results.values()
+    shown = {name: list(seeds.values()) for name, seeds in results.items()}
+    show(result_table(shown, f"{OPTIONS.settings.rounds} rounds, 10 clients a round"))
     show("global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's")
     show("own training rows. An unseen client never trained before. Every client is scored on its own test rows.\n")
     show(f"{time.perf_counter() - started:.0f} s. The runs are in {OPTIONS.out}; next: docs/your-data.md.")

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from fedbayes.commands.display import progress_bar, result_table, show
 from fedbayes.commands.options import Chosen, DataOptions, RunOptions, choose, write_json
 from fedbayes.errors import UserError
 from fedbayes.fit import Fit, simulate
 from fedbayes.runs import read_json
+from fedbayes.trackers import tracker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Options:
     """Also evaluate all clients each so many rounds."""
     average_last: int = 0
     """Also give the mean of the figures after each of the last so many rounds."""
+    track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KIND:WHERE")] = ()
+    """Also log to tensorboard:DIR or mlflow:URI."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -46,10 +49,11 @@ def main(arguments: Sequence[str]) -> None:
     name, options, data, _ = chosen
     folder = options.out or Path("runs") / f"{name}-{data.name}-{options.seed}"
     settings = options.settings
+    trackers = tuple(tracker(spec) for spec in options.track)
     with progress_bar() as add:
-        callback = add(name, settings.rounds)
+        callbacks = (add(name, settings.rounds), *trackers)
         try:
-            fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=(callback,))
+            fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=callbacks)
             write_json(folder / "command.json", {"run": list(arguments)})
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
