@@ -153,7 +153,8 @@ def test_commands_are_understood(page, monkeypatch):
         raise Training
 
     monkeypatch.setattr("fedbayes.commands.run.simulate", simulate)
-    monkeypatch.setattr("fedbayes.commands.compare.simulate", simulate)
+    monkeypatch.setattr("fedbayes.workers.simulate", simulate)
+    monkeypatch.setattr("fedbayes.workers.cores", lambda: 1)  # in this process
     monkeypatch.setattr("fedbayes.commands.fit.simulate", simulate)
     lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ fedbayes ")]
     assert lines
