@@ -162,6 +162,8 @@ class MLflow:
 
     def __init__(self, where: str, name: str) -> None:
         remote = "://" in where or where == "databricks"
+        if not remote:  # MLflow asks for this since it would rather have a database; the small package has folders alone
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow = _module("mlflow")
         address = where if remote else Path(where).absolute().as_uri()
         self.client = mlflow.MlflowClient(tracking_uri=address)
