@@ -64,6 +64,7 @@ def elsewhere(tmp_path, monkeypatch):
         "docs/new-clients.md",
         "docs/uncertainty.md",
         "docs/deploy.md",
+        "docs/compare.md",
     ],
 )
 def test_python_runs(page):
@@ -123,6 +124,7 @@ def test_no_page_is_forgotten():
         "docs/new-clients.md",
         "docs/uncertainty.md",
         "docs/deploy.md",
+        "docs/compare.md",
     }
     assert pages <= tested
 

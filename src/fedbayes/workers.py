@@ -54,34 +54,40 @@ Progress = Callable[[Job, int], None]
 
 def perform(task: Task, progress: Callable[[int], None]) -> Done:
     """Do one run, or read it where it is finished; `progress` gets its round."""
+    try:
+        done = _perform(task, progress)
+    except UserError as problem:
+        done = Done(failure=str(problem))
+    progress(task.job.run.rounds)  # also where it was finished before, or failed: it takes no more time
+    return done
+
+
+def _perform(task: Task, progress: Callable[[int], None]) -> Done:
     job, folder = task.job, Path(task.folder) / task.job.place
-    data = clients(job.data, job.validation, job.seed)
+    data = clients(job.data, job.validation, 0 if job.validation is None else job.seed)
     algorithm = override(default(job.algorithm, job.model), job.settings)
     network = algorithm.model.name
     built = dataclasses.replace(algorithm, model=build(algorithm.model, data, job.run.likelihood))
     config: dict[str, Any] = {"network": network}
     if job.validation is not None:
         config["validation"] = job.validation
-    try:
-        fit = simulate(
-            built,
-            data,
-            job.run.rounds,
-            cohort=job.run.cohort,
-            seed=job.seed,
-            dropout=job.run.dropout,
-            clients="loop" if job.run.loop else "vmap",
-            folder=folder,
-            resume=not task.force,
-            force=task.force,
-            callbacks=(
-                lambda simulation, _: progress(simulation.round),
-                *(tracker(spec, job.place) for spec in task.track),
-            ),
-            config=config,
-        )
-    except UserError as problem:
-        return Done(failure=str(problem))
+    fit = simulate(
+        built,
+        data,
+        job.run.rounds,
+        cohort=job.run.cohort,
+        seed=job.seed,
+        dropout=job.run.dropout,
+        clients="loop" if job.run.loop else "vmap",
+        folder=folder,
+        resume=not task.force,
+        force=task.force,
+        callbacks=(
+            lambda simulation, _: progress(simulation.round),
+            *(tracker(spec, job.place) for spec in task.track),
+        ),
+        config=config,
+    )
     if job.validation is None:
         write_json(folder / "command.json", {"run": as_run(job, algorithm)})
     return Done([bool(one) for one in fit.evaluation.unseen], fit.evaluation.numeric)
