@@ -1,24 +1,6 @@
 """A study: methods × data × seeds, from a TOML file or from the options of `fedbayes compare`, as a list of runs.
 
-rounds = 50                      # the fields of `RunOptions`, and
-seeds = 3                        # how many, or a list
-model = "mlp:64"
-baseline = "fedavg"              # what differences are taken against; by default the first method
-
-[data.shards]                    # the fields of `DataOptions`; `data` is by default the table's own name
-data = "digits"
-partition = "shards:2"
-
-[set]                            # fields of all methods
-train.batch = 20
-
-[methods.fedavg]                 # `algorithm` is by default the table's own name; the rest are its fields
-[methods.strong]
-algorithm = "fedprox"
-mu = 1.0
-
-[search.grid]                    # each method gets each combination, on validation rows
-train.lr = [0.01, 0.1]
+The file's keys are the fields of `RunOptions` and of `Study`; docs/compare.md has one.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def main(arguments: Sequence[str]) -> None:
         show(f"run folders: {options.out}")
     if outcome.failures:
         listed = "; ".join(f"{place}: {why}" for place, why in outcome.failures.items())
-        total = len(outcome.study.jobs())
-        raise UserError(f"{len(outcome.failures)} of {total} runs failed and are not in the tables: {listed}")
+        missing = sum(len(outcome.missing(data)) for data in outcome.study.data)
+        raise UserError(f"{missing} of {len(outcome.study.jobs())} runs failed and are not in the tables: {listed}")
 
 
 def compare(options: Options) -> Outcome:
