@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +22,7 @@ from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Uncertainty, predictive, uncertainty
-from fedbayes.runs import SCHEMA, Run, describe, describe_data, fingerprint, title
+from fedbayes.runs import SCHEMA, Run, about, describe, describe_data, fingerprint, title
 from fedbayes.simulator import Diverged, Round, Simulation
 from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
 from fedbayes.states import States
@@ -253,7 +254,8 @@ def simulate_clients(
     if unknown := [stance for stance in stances if stance not in STANCES]:
         raise UserError(f"there is no stance {unknown[0]!r}; choose from {', '.join(STANCES)}")
     # All that can be wrong is found before anything is written, and before a run that is there is removed.
-    wire.check(wire.manifest(algorithm, data))
+    leaves = wire.manifest(algorithm, data)
+    wire.check(leaves)
     simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients)
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
     history: list[dict[str, Any]] = []
@@ -263,6 +265,14 @@ def simulate_clients(
         if run.finished:
             result, evaluation = run.outcome(simulation)
             return Fit(simulation, evaluation, result, history)
+        run.tell(about([(simulation.cohort, leaves)], data))
+
+    def assessed() -> Evaluation:
+        started = time.perf_counter()
+        evaluation = assess(simulation, stances)
+        if run is not None:
+            run.time("evaluation", simulation.round, time.perf_counter() - started)
+        return evaluation
 
     def record(entry: dict[str, Any]) -> None:
         history.append(entry)
@@ -287,17 +297,19 @@ def simulate_clients(
                     raise Diverged(f"{problem} (the state after round {simulation.round} is kept in {run.folder})") from None
                 raise
             record({"round": done.round, **done.metrics})
+            if run is not None:
+                run.time("training", done.round, done.seconds, clients=len(done.clients))
             last = done.round == rounds
             wanted = (evaluate_every and done.round % evaluate_every == 0) or done.round > rounds - average_last
             if wanted and not last:
-                record({"round": done.round, "evaluation": assess(simulation, stances).summary()})
+                record({"round": done.round, "evaluation": assessed().summary()})
             for callback in callbacks:
                 callback(simulation, done)
             if run is not None and (last or stopped() or done.round % checkpoint_every == 0):
                 run.checkpoint(simulation)
             if stopped() and not last:
                 raise KeyboardInterrupt
-    evaluation = assess(simulation, stances)
+    evaluation = assessed()
     figures = evaluation.summary()
     record({"round": rounds, "evaluation": figures})
     result = {"schema": SCHEMA, **settings, "metrics": figures}

@@ -5,6 +5,8 @@
     checkpoint.safetensors   the server's state after a round, replaced atomically
     local/                   what clients keep (see states.py)
     scores.safetensors       each client's Score in each stance
+    about.json               what a page tells of the clients and of what is sent, without the data
+    timing.jsonl             seconds of each part of the run; not the same from run to run
     result.json              the figures; its presence says that the run is finished
 
 A run that is killed at any moment and resumed ends with the same bits as one that was not.
@@ -19,7 +21,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +32,7 @@ import numpy as np
 from fedbayes import wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
+from fedbayes.data.describe import facts
 from fedbayes.errors import UserError
 from fedbayes.evaluate import about_numbers
 from fedbayes.models import Model
@@ -38,9 +42,11 @@ from fedbayes.states import sync_folder
 
 SCHEMA = 1
 """Of result.json; it grows when a field changes its meaning."""
+MOST = 500_000
+"""Clients times classes up to which about.json says who has which labels: a megabyte or two."""
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
-    *("posterior.nc", "bound.png", "posterior.png"),
+    *("posterior.nc", "bound.png", "posterior.png", "about.json", "timing.jsonl", "command.json", "report.html"),
 )
 
 
@@ -94,18 +100,29 @@ class Run:
                 f"{_short(self.config.get(name))} here); resume it with its own settings, or choose another folder"
             )
 
-    def log(self, entry: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
-        with writing(self.folder), open(self.folder / "metrics.jsonl", "a") as file:
+    def log(self, entry: dict[str, Any], name: str = "metrics.jsonl") -> None:
+        """Append a line to metrics.jsonl, or to another such file."""
+        with writing(self.folder), open(self.folder / name, "a") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def time(self, part: str, round: int, seconds: float, **more: int) -> None:
+        """Log how long a part of the run took, apart from the metrics, which are the same whenever the run is repeated."""
+        self.log({"round": round, "part": part, "seconds": float(f"{seconds:.4g}"), **more}, "timing.jsonl")
+
+    def tell(self, about: dict[str, Any]) -> None:
+        """Write what a page of the run needs and cannot know without the data."""
+        with writing(self.folder):
+            write(self.folder / "about.json", json.dumps(about, separators=(",", ":")).encode())
 
     def checkpoint(self, simulation: Resumable) -> None:
         """Write the server's state; the clients' states reach the disk before it."""
+        started = time.perf_counter()
         with writing(self.folder):
             simulation.local.commit(simulation.round)
             state = jax.device_get(simulation.state)
             metadata = {"round": simulation.round, "sha256": _digest(state), "local": simulation.local.digest()}
             write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
+        self.time("checkpoints", simulation.round, time.perf_counter() - started)
 
     def restore(self, simulation: Resumable) -> list[dict[str, Any]]:
         """Put the simulation where the checkpoint is, if there is one; returns the history up to it."""
@@ -155,6 +172,15 @@ class Run:
         scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
         numeric = about_numbers(result["metrics"])
         return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
+
+
+def about(messages: Sequence[tuple[int, Sequence[wire.Leaf]]], data: Clients | None = None) -> dict[str, Any]:
+    """What `Run.tell` writes: how many clients of a round exchange which arrays, and who has which labels."""
+    sent = [
+        {"clients": count, "leaves": [leaf._replace(depends=tuple(wire.sources(leaf)))._asdict() for leaf in leaves]}
+        for count, leaves in messages
+    ]
+    return {"messages": sent, **({} if data is None else {"data": facts(data, MOST)._asdict()})}
 
 
 def describe(config: Any) -> Any:

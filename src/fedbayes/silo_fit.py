@@ -21,7 +21,7 @@ from fedbayes.cohort import AnyAlgorithm
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Latent, Values
 from fedbayes.models.structured import Structured, inseparable, numbers
-from fedbayes.runs import SCHEMA, Run, describe, digest_of_programs, read_json
+from fedbayes.runs import SCHEMA, Run, about, describe, digest_of_programs, read_json
 from fedbayes.silo_text import table
 from fedbayes.silos import SiloSimulation
 from fedbayes.simulator import Diverged
@@ -229,9 +229,12 @@ def fit_silos(
         raise UserError(f"rounds is {rounds}, but a run has at least one")
     algorithm = silos.plan(algorithm, data, rounds)
     simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
+    messages = []
     for group in simulation.groups:
         name = simulation.names[group.places[0]]
-        wire.check(silos.named(name, wire.manifest, algorithm, simulation.data(name)))
+        leaves = silos.named(name, wire.manifest, algorithm, simulation.data(name))
+        wire.check(leaves)
+        messages.append((len(group.places), leaves))
     if start is not None:
         _start_from(simulation, start)
     settings: dict[str, Any] = {
@@ -251,9 +254,12 @@ def fit_silos(
     if run is not None:
         simulation.local = silos.SiloStates(simulation, run.folder / "local")
         history = run.restore(simulation)
+        if not run.finished:
+            run.tell(about(messages))
     window, saved = max(1, rounds // WINDOWS), time.perf_counter()
     while simulation.round < rounds:
         values: list[np.ndarray] = []
+        began = time.perf_counter()
         length = min(window - simulation.round % window, rounds - simulation.round)
         try:
             for bounds in simulation.advance(length):
@@ -267,6 +273,7 @@ def fit_silos(
         history.append(entry)
         if run is not None:
             run.log(entry)
+            run.time("training", simulation.round, time.perf_counter() - began)
             if stopped() or simulation.round == rounds or time.perf_counter() - saved > CHECKPOINT:
                 run.checkpoint(simulation)
                 saved = time.perf_counter()
@@ -276,11 +283,13 @@ def fit_silos(
     if run is not None and run.finished:
         fit.result = read_json(run.folder / "result.json")
         return fit
+    began = time.perf_counter()
     fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
     if run is not None:
         from fedbayes.report.posterior import write_pictures
 
         write_pictures(fit, run.folder)
+        run.time("posterior", simulation.round, time.perf_counter() - began)
         run.finish(fit.result)
     return fit
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fedbayes.algorithms import find, names
 from fedbayes.commands.display import progress_bar, show
-from fedbayes.commands.options import parse, python_file
+from fedbayes.commands.options import parse, python_file, write_json
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
 from fedbayes.silo_fit import ROUNDS, SiloFit
@@ -83,6 +83,7 @@ def main(arguments: Sequence[str]) -> None:
                 callbacks=(callback,),
                 config={"file": path.name},
             )
+            write_json(folder / "command.json", {"fit": list(arguments)})
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"

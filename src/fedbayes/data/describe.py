@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fedbayes.data.clients import Clients
@@ -28,6 +30,48 @@ def label_counts(clients: Clients) -> np.ndarray:
         owners = np.searchsorted(clients.offsets, np.arange(start, start + len(labels)), side="right") - 1
         counts += np.bincount(owners * k + labels, minlength=N * k).reshape(N, k)
     return counts
+
+
+class Facts(NamedTuple):
+    """What a picture or a page tells of the clients, without their rows; a list has an entry for each client."""
+
+    name: str
+    names: list[str]
+    unseen: list[bool]
+    train: list[int]
+    test: list[int]
+    classes: list[str] | None
+    labels: list[list[int]] | None
+    """Rows of each class; None for a numeric target."""
+    quantiles: list[list[float]] | None
+    """5, 25, 50, 75 and 95 % of a numeric target."""
+
+
+def facts(clients: Clients, most: int | None = None) -> Facts:
+    """Who has how many rows of which labels; more than `most` clients times classes are left out.
+
+    >>> clients = Clients.build(np.ones((4, 1)), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
+    >>> facts(clients).labels
+    [[1, 1], [0, 2]]
+    """
+    labels, quantiles, width = None, None, 5 if clients.classes is None else len(clients.classes)
+    if most is not None and len(clients) * width > most:
+        pass
+    elif clients.classes is not None:
+        labels = label_counts(clients).tolist()
+    else:
+        parts = zip(clients.offsets[:-1], clients.offsets[1:], strict=True)
+        quantiles = [np.quantile(clients.y[start:stop], [0.05, 0.25, 0.5, 0.75, 0.95]).tolist() for start, stop in parts]
+    return Facts(
+        clients.name,
+        [str(name) for name in clients.names],
+        clients.unseen.tolist(),
+        clients.train_counts.tolist(),
+        clients.test_counts.tolist(),
+        None if clients.classes is None else list(clients.classes),
+        labels,
+        quantiles,
+    )
 
 
 def describe(clients: Clients) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from fedbayes.data import Clients, label_counts
+from fedbayes.data import Clients
+from fedbayes.data.describe import Facts, facts
 from fedbayes.errors import UserError
 
 NAMED = 40
@@ -23,6 +25,9 @@ DRAWN = 1000
 
 TRAIN, TEST, UNSEEN, UNSEEN_TEST = "#3b6fb6", "#a9c4e6", "#d9822b", "#f0c79c"
 
+# From clear to full, so that more is stronger on a light page and on a dark one.
+SHADES = mpl.colors.LinearSegmentedColormap.from_list("shades", [(*mpl.colors.to_rgb(TRAIN), a) for a in (0.08, 1.0)])
+
 
 def label_distribution(clients: Clients, path: Path | str) -> Path:
     """Save a picture (.svg, .png or .pdf) of each client's labels and rows; of each client's targets if they are numbers.
@@ -31,35 +36,8 @@ def label_distribution(clients: Clients, path: Path | str) -> Path:
     the right the client's number of rows.
     """
     path = Path(path)
-    few = len(clients) <= NAMED
-    counts = None if clients.classes is None else label_counts(clients)
-    order = np.arange(len(clients)) if few else (_by_median(clients) if counts is None else _by_label(counts))
-    if len(order) > DRAWN:
-        order = order[np.linspace(0, len(order) - 1, DRAWN).astype(int)]
-    height = 1.3 + (0.24 * len(clients) if few else 6.5)
-    classes = 12 if clients.classes is None else max(len(clients.classes), 5)
-    width = 3.4 + float(np.clip(0.38 * classes, 2.5, 9))
-    # Without pyplot there is no window and no state that another figure could see.
-    figure = Figure(figsize=(width, max(height, 2.6)), layout="constrained")
+    figure = distribution_figure(facts(clients))
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(width - 3.2, 2), 1.5])
-    if counts is None:
-        _targets(left, clients, order)
-    else:
-        _shares(left, figure, clients, counts[order])
-    _sizes(right, clients, order)
-    names = np.array([str(name) if len(str(name)) <= 18 else str(name)[:17] + "…" for name in clients.names])
-    if few:
-        left.set_yticks(range(len(clients)), labels=names[order].tolist())
-        for label, i in zip(left.get_yticklabels(), order, strict=True):
-            label.set_color(UNSEEN if clients.unseen[i] else "black")
-    else:
-        left.set_yticks([])
-        which = f"{len(order)} clients" if len(order) == len(clients) else f"{len(order)} of {len(clients)} clients"
-        left.set_ylabel(f"{which}, by their {'median' if counts is None else 'most frequent label'}")
-    left.set_ylim(len(order) - 0.5, -0.5)
-    unseen = f", {clients.unseen.sum()} unseen" if clients.unseen.any() else ""
-    figure.suptitle(f"{clients.name}: {len(clients)} clients{unseen}, {len(clients.x)} rows", fontsize=11)
     try:
         # Text stays text in an .svg; without a date and with a fixed salt the same clients give the same file.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedbayes"}):
@@ -69,18 +47,56 @@ def label_distribution(clients: Clients, path: Path | str) -> Path:
     return path
 
 
+def distribution_figure(clients: Facts) -> Figure:
+    """The picture that `label_distribution` saves, from what is known of the clients without their rows."""
+    count = len(clients.names)
+    few = count <= NAMED
+    counts = None if clients.labels is None else np.array(clients.labels)
+    unseen = np.array(clients.unseen)
+    order = (
+        np.arange(count)
+        if few
+        else (np.argsort(_quantiles(clients)[:, 2], kind="stable") if counts is None else _by_label(counts))
+    )
+    if len(order) > DRAWN:
+        order = order[np.linspace(0, len(order) - 1, DRAWN).astype(int)]
+    height = 1.3 + (0.24 * count if few else 6.5)
+    classes = 12 if clients.classes is None else max(len(clients.classes), 5)
+    width = 3.4 + float(np.clip(0.38 * classes, 2.5, 9))
+    # Without pyplot there is no window and no state that another figure could see.
+    figure = Figure(figsize=(width, max(height, 2.6)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(width - 3.2, 2), 1.5])
+    if counts is None:
+        _targets(left, clients, order)
+    else:
+        _shares(left, figure, clients.classes or [], counts[order])
+    _sizes(right, clients, order)
+    names = np.array([name if len(name) <= 18 else name[:17] + "…" for name in clients.names])
+    if few:
+        left.set_yticks(range(count), labels=names[order].tolist())
+        for label in np.array(left.get_yticklabels())[unseen[order]]:
+            label.set_color(UNSEEN)
+    else:
+        left.set_yticks([])
+        which = f"{len(order)} clients" if len(order) == count else f"{len(order)} of {count} clients"
+        left.set_ylabel(f"{which}, by their {'median' if counts is None else 'most frequent label'}")
+    left.set_ylim(len(order) - 0.5, -0.5)
+    held_out = f", {unseen.sum()} unseen" if unseen.any() else ""
+    rows = sum(clients.train) + sum(clients.test)
+    figure.suptitle(f"{clients.name}: {count} clients{held_out}, {rows} rows", fontsize=11)
+    return figure
+
+
 def _by_label(counts: np.ndarray) -> np.ndarray:
     most = counts.argmax(1)
     return np.lexsort((-counts.max(1) / counts.sum(1), most))
 
 
-def _by_median(clients: Clients) -> np.ndarray:
-    rows = zip(clients.offsets[:-1], clients.offsets[1:], strict=True)
-    return np.argsort([np.median(clients.y[start:stop]) for start, stop in rows], kind="stable")
+def _quantiles(clients: Facts) -> np.ndarray:
+    return np.array(clients.quantiles, float).reshape(len(clients.names), 5)
 
 
-def _shares(axes: Axes, figure: Figure, clients: Clients, counts: np.ndarray) -> None:
-    assert clients.classes is not None
+def _shares(axes: Axes, figure: Figure, classes: Sequence[str], counts: np.ndarray) -> None:
     share = counts / counts.sum(1, keepdims=True)
     most = max(float(share.max()), 1e-9)
     # A square root, so that a share of one in a hundred can be told from none.
@@ -88,7 +104,7 @@ def _shares(axes: Axes, figure: Figure, clients: Clients, counts: np.ndarray) ->
         np.arange(counts.shape[1] + 1) - 0.5,
         np.arange(len(counts) + 1) - 0.5,
         np.ma.masked_equal(share, 0),
-        cmap="Blues",
+        cmap=SHADES,
         norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=most),
         edgecolors="white" if len(counts) <= NAMED and counts.shape[1] <= NAMED else "none",
         linewidth=0.5,
@@ -98,20 +114,19 @@ def _shares(axes: Axes, figure: Figure, clients: Clients, counts: np.ndarray) ->
     bar = figure.colorbar(mesh, ax=axes, location="bottom", aspect=40, shrink=0.6, pad=0.03, ticks=ticks)
     bar.ax.set_xticklabels([f"{tick:.0%}" for tick in ticks], fontsize=7)
     bar.set_label("share of the client's rows", fontsize=8)
-    k = len(clients.classes)
+    k = len(classes)
     step = max(1, -(-k // 62))
-    long = max(len(name) for name in clients.classes) * k > 60
-    axes.set_xticks(range(0, k, step), labels=[name[:16] for name in clients.classes[::step]])
+    long = max(len(name) for name in classes) * k > 60
+    axes.set_xticks(range(0, k, step), labels=[name[:16] for name in classes[::step]])
     axes.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False, rotation=90 if long else 0)
     axes.tick_params(labelsize=5 if k > 30 else 8, axis="x", length=2)
     axes.tick_params(labelsize=8, axis="y", length=0)
     axes.spines[:].set_visible(False)
 
 
-def _targets(axes: Axes, clients: Clients, order: np.ndarray) -> None:
+def _targets(axes: Axes, clients: Facts, order: np.ndarray) -> None:
     """The middle nine tenths, the middle half and the median of each client's targets."""
-    parts = [clients.y[clients.offsets[i] : clients.offsets[i + 1]] for i in order]
-    low, first, median, third, high = np.array([np.quantile(part, [0.05, 0.25, 0.5, 0.75, 0.95]) for part in parts]).T
+    low, first, median, third, high = _quantiles(clients)[order].T
     y = np.arange(len(order))
     thick = float(np.clip(160 / len(order), 0.6, 7))
     many = len(order) > NAMED
@@ -129,9 +144,9 @@ def _targets(axes: Axes, clients: Clients, order: np.ndarray) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _sizes(axes: Axes, clients: Clients, order: np.ndarray) -> None:
+def _sizes(axes: Axes, clients: Facts, order: np.ndarray) -> None:
     y = np.arange(len(order))
-    train, test, unseen = clients.train_counts[order], clients.test_counts[order], clients.unseen[order]
+    train, test, unseen = (np.array(part)[order] for part in (clients.train, clients.test, clients.unseen))
     thick = 0.75 if len(order) <= NAMED else 1.0
     for left, right, own, other in ((0 * train, train, TRAIN, UNSEEN), (train, train + test, TEST, UNSEEN_TEST)):
         # One collection instead of a bar for each client, which takes seconds where they are many.
