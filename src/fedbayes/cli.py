@@ -23,6 +23,7 @@ COMMANDS = {
     "run": ("fedbayes.commands.run", "train one algorithm: fedbayes run ALGORITHM --data … --rounds … --out DIR"),
     "compare": ("fedbayes.commands.compare", "train several algorithms over several seeds: one table with mean ± spread"),
     "fit": ("fedbayes.commands.fit", "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR"),
+    "report": ("fedbayes.commands.report", "one HTML page about a run, or a comparison of several: fedbayes report RUN …"),
     "certify": ("fedbayes.commands.certify", "bound the error of clients that did not train: fedbayes certify RUN"),
     "deploy": ("fedbayes.commands.deploy", "the same algorithms as real processes on Flower: fedbayes deploy local --sites 3"),
     "list": ("fedbayes.commands.listing", "the algorithms, networks and data sets that have names"),

@@ -34,14 +34,19 @@ def bound_figure(fit: SiloFit) -> Figure:
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rounds, bound, color=COLOURS[0], linewidth=1.5)
-    tail = bound[len(bound) // 10 :]
-    if len(tail) > 1 and np.ptp(tail) > 0:
-        axes.set_ylim(tail.min() - 0.05 * np.ptp(tail), tail.max() + 0.1 * np.ptp(tail))
+    if limits := tail(bound[len(bound) // 10 :]):
+        axes.set_ylim(*limits)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("round")
     axes.set_ylabel("bound on log p(y)")
     axes.set_title(f"{fit.result['algorithm']} over {len(fit.simulation.names)} silos", loc="left", fontsize=10)
     return figure
+
+
+def tail(values: np.ndarray) -> tuple[float, float] | None:
+    """Limits of an axis that shows these values; None where they are all one."""
+    width = np.ptp(values) if len(values) else 0.0
+    return (values.min() - 0.05 * width, values.max() + 0.1 * width) if width > 0 else None
 
 
 def marginals(methods: dict[str, dict[str, Any]], columns: int = 3) -> Figure:

@@ -1,0 +1,33 @@
+"""`fedbayes report`: the page of a run, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedbayes import __version__
+from fedbayes.errors import UserError
+from fedbayes.report import blocks, sections
+from fedbayes.report.records import Record, find, load
+from fedbayes.runs import write
+
+
+def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
+    """Write one HTML file about runs, which opens without a network; by default in the run's folder, or, of several, here."""
+    records = [load(folder) for folder in find([Path(path) for path in paths])]
+    target = Path(out) if out is not None else records[0].folder / "report.html" if len(records) == 1 else Path("report.html")
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"out is {target}, but a page ends in .html; give a file such as report.html")
+    text = single(records[0])
+    try:
+        write(target, text.encode())
+    except OSError as problem:
+        raise UserError(f"cannot write {target}: {problem.strerror}; choose another file with --out") from None
+    return target
+
+
+def single(record: Record) -> str:
+    """The page of one run."""
+    parts = [part(record) for part in sections.NETWORK]
+    subtitle = f"{record.rounds} rounds, seed {record.config.get('seed')}, {record.state}"
+    return blocks.page(f"{record.algorithm} on {record.data_name}", subtitle, parts, __version__)

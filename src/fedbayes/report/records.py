@@ -1,0 +1,291 @@
+"""What a page knows of a run: the files of its folder, as far as they are there and whole.
+
+A file that is missing or damaged costs its part of the page, and a sentence there says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbayes import wire
+from fedbayes.data.describe import Facts
+from fedbayes.errors import UserError
+from fedbayes.evaluate import Score, about_numbers
+from fedbayes.runs import read_json
+from fedbayes.stances import no_scores
+
+GROUPS = ("participating", "unseen")
+FORMS = ("rows", "clients", "spread", "worst_tenth")
+Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""stance → group → figure → form → number, as a result has them."""
+
+
+@dataclasses.dataclass
+class Record:
+    """One run."""
+
+    folder: Path
+    config: dict[str, Any]
+    result: dict[str, Any] | None = None
+    scalars: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """One for each round."""
+    evaluations: list[tuple[int, Figures]] = dataclasses.field(default_factory=list)
+    scores: dict[str, Score] | None = None
+    data: Facts | None = None
+    messages: list[tuple[int, list[wire.Leaf]]] = dataclasses.field(default_factory=list)
+    """How many clients of a round exchange which arrays."""
+    timing: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    command: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What is wrong with the run's files."""
+
+    @property
+    def structured(self) -> bool:
+        """Whether it is a NumPyro model over silos."""
+        return "silos" in self.about_data or "posterior" in (self.result or {})
+
+    @property
+    def about_data(self) -> dict[str, Any]:
+        """What the config says of the data."""
+        found = self.config.get("data")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def data_name(self) -> str:
+        """The data set, or the model file that has it."""
+        return str(self.about_data.get("name") or Path(str(self.config.get("file", "silos"))).stem)
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name."""
+        return str(self.config["algorithm"])
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that were meant."""
+        return int(self.config["rounds"])
+
+    @property
+    def round(self) -> int:
+        """The last round that is known of."""
+        return int(max([entry["round"] for entry in self.scalars] + [round for round, _ in self.evaluations], default=0))
+
+    @property
+    def figures(self) -> Figures:
+        """The figures of the result, or of an unfinished run's last evaluation."""
+        if self.result is not None and (found := _figures(self.result.get("metrics"))):
+            return found
+        return self.evaluations[-1][1] if self.evaluations else {}
+
+    @property
+    def numeric(self) -> bool:
+        """Whether the target is a number."""
+        return about_numbers(self.figures)
+
+    @property
+    def state(self) -> str:
+        """Whether it is finished."""
+        return "finished" if self.result is not None else f"unfinished: round {self.round} of {self.rounds}"
+
+    def name(self, client: int) -> str:
+        """What a client is called."""
+        return self.data.names[client] if self.data is not None else f"client {client}"
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """The clients that take part and those that were held out, as masks over clients; together where it is not known."""
+        count = len(next(iter(self.scores.values())).rows) if self.scores else 0
+        if self.data is not None:
+            unseen = np.array(self.data.unseen, bool)
+            return {name: mask for name, mask in (("participating", ~unseen), ("unseen", unseen)) if mask.any()}
+        return {"participating" if not self.about_data.get("unseen") else "all": np.ones(count, bool)}
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The folders of runs: those given, and those below a given folder that is none itself."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"there is no folder {path}; give the folder of a run, or one that holds such folders")
+        below = [path] if _is_run(path) else sorted({file.parent for file in path.rglob("config.json") if _is_run(file.parent)})
+        if not below:
+            raise UserError(
+                f"{path} holds no run: no config.json of one is in it or below it; give the folder that fedbayes run, compare or "
+                "fit named at its end"
+            )
+        found |= {folder.resolve(): folder for folder in below if folder.resolve() not in found}
+    return list(found.values())
+
+
+def load(folder: Path) -> Record:
+    """All that can be read of a run."""
+    record = Record(folder, _config(folder) or {})
+    _read_result(record)
+    _read_metrics(record)
+    _read_scores(record)
+    _read_about(record)
+    record.timing = [entry for entry in _lines(record, "timing.jsonl") if _is_number(entry.get("seconds")) and "part" in entry]
+    record.command = _command(record)
+    return record
+
+
+def _is_run(folder: Path) -> bool:
+    return _config(folder) is not None
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """What was run; a deployed server says it in result.json alone."""
+    for name in ("config.json", "result.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            fine = isinstance(found, dict) and isinstance(found.get("algorithm"), str) and isinstance(found.get("rounds"), int)
+            return found if fine else None
+    return None
+
+
+def _read_result(record: Record) -> None:
+    path = record.folder / "result.json"
+    if not path.exists():
+        record.notes.append(
+            f"This run is unfinished: round {{round}} of {record.rounds}. The page shows what is there; the command of the run "
+            "with --resume continues it."
+        )
+        return
+    try:
+        found = read_json(path)
+        if not isinstance(found, dict) or not ("metrics" in found or "posterior" in found or "sites" in found):
+            raise UserError(f"{path} holds no result; it is damaged")
+        record.result = found
+    except UserError as problem:
+        record.notes.append(f"{problem}.")
+
+
+def _read_metrics(record: Record) -> None:
+    for entry in _lines(record, "metrics.jsonl"):
+        if not isinstance(entry.get("round"), int):
+            continue
+        if "evaluation" in entry:
+            if figures := _figures(entry["evaluation"]):
+                record.evaluations.append((entry["round"], figures))
+        else:
+            record.scalars.append({name: value for name, value in entry.items() if _is_number(value)})
+    record.notes = [note.replace("{round}", str(record.round)) for note in record.notes]
+
+
+def _lines(record: Record, name: str) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file that can be read."""
+    path, found, bad = record.folder / name, [], 0
+    if not path.exists():
+        return []
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            found.append(entry)
+        else:
+            bad += 1
+    if bad:
+        record.notes.append(f"{bad} of {bad + len(found)} lines of {path} cannot be read; the page leaves them out.")
+    return found
+
+
+def _read_scores(record: Record) -> None:
+    path, stances = record.folder / "scores.safetensors", record.config.get("stances", [])
+    if not path.exists() or record.result is None:
+        return
+    try:
+        template = {stance: no_scores(int(record.about_data["clients"])) for stance in stances}
+        record.scores = wire.unpack(path.read_bytes(), template, f"the scores {path}", finite=True)
+    except (UserError, OSError, KeyError, ValueError, TypeError) as problem:
+        record.notes.append(f"The page has no figures of single clients: {problem}.")
+
+
+def _read_about(record: Record) -> None:
+    path = record.folder / "about.json"
+    if not path.exists():
+        return
+    try:
+        found = read_json(path)
+        for message in found["messages"]:
+            leaves = [wire.Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in message["leaves"]]
+            record.messages.append((int(message["clients"]), leaves))
+            sum(leaf.bytes for leaf in leaves)
+        if "data" in found:
+            record.data = _facts(found["data"], record)
+    except (UserError, KeyError, ValueError, TypeError, AttributeError) as problem:
+        said = str(problem) if isinstance(problem, UserError) else f"{path} cannot be read; it is damaged"
+        record.notes.append(f"The page does not say who has which labels, nor what was sent: {said}.")
+        record.messages, record.data = [], None
+
+
+def _facts(given: dict[str, Any], record: Record) -> Facts:
+    facts = Facts(**given)
+    count = int(record.about_data["clients"])
+    shapes = {"unseen": (count,), "train": (count,), "test": (count,), "names": (count,)}
+    shapes |= {} if facts.labels is None else {"labels": (count, len(facts.classes or []))}
+    shapes |= {} if facts.quantiles is None else {"quantiles": (count, 5)}
+    for name, shape in shapes.items():
+        if np.shape(getattr(facts, name)) != shape:
+            raise ValueError(name)
+    return facts._replace(names=[str(name) for name in facts.names])
+
+
+def _command(record: Record) -> str | None:
+    """What to type to run it again, into a folder of its own."""
+    path = record.folder / "command.json"
+    try:
+        found = read_json(path) if path.exists() else {}
+    except UserError as problem:
+        record.notes.append(f"{problem}.")
+        return None
+    for command in ("run", "fit"):
+        words = found.get(command) if isinstance(found, dict) else None
+        if isinstance(words, list) and words:
+            return shlex.join(["fedbayes", command, *again([str(word) for word in words], record.folder.name)])
+    return None
+
+
+def again(words: Sequence[str], folder: str) -> list[str]:
+    """The arguments of a run without what is only for its folder, and with another folder.
+
+    >>> again(["fedavg", "--out", "a", "--rounds", "3", "--force"], "a")
+    ['fedavg', '--rounds', '3', '--out', 'a-again']
+    """
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in ("--resume", "--force", "--out") and not word.startswith("--out="):
+            kept.append(word)
+        skip = word == "--out"
+    return [*kept, "--out", f"{folder}-again"]
+
+
+def _figures(given: Any) -> Figures:
+    """Figures without what is not a finite number: a file may be damaged, and a figure of no rows is none."""
+    found: Figures = {}
+    for stance, groups in _items(given):
+        for group, figures in _items(groups):
+            whole = {
+                name: forms
+                for name, forms in _items(figures)
+                if isinstance(forms, dict) and all(_is_number(forms.get(form)) for form in FORMS)
+            }
+            if whole:
+                found.setdefault(stance, {})[group] = whole
+    return found
+
+
+def _items(given: Any) -> list[tuple[str, Any]]:
+    return list(given.items()) if isinstance(given, dict) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
