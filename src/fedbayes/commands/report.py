@@ -26,8 +26,8 @@ class Options:
 def main(arguments: Sequence[str]) -> None:
     """Write the page and print where it is."""
     does = (
-        "Write one HTML page about a run, or a comparison of several: results, learning curves, clients, calibration, uncertainty, "
-        "labels, what was sent, time; of a model over silos its posterior. The file opens anywhere, without a network."
+        "Write one HTML page about a run, or a comparison of several: results, learning curves, clients, calibration, "
+        "uncertainty, labels, what was sent, time; of a model over silos its posterior. It opens anywhere, without a network."
     )
     options = parse(Options, arguments, "fedbayes report", does)
     from fedbayes.errors import UserError

@@ -70,14 +70,24 @@ class Section(NamedTuple):
 
 INK = "#010203"
 """Stands for the colour of text until a figure becomes part of a page."""
-STYLE = {
-    **{"svg.fonttype": "none", "svg.hashsalt": "fedbayes", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]},
-    **{"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False},
-    **{name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")},
-    **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 8},
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedbayes",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8.5,
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 INKS = {
-    **{INK: "currentColor", "#000000": "currentColor", "#ffffff": "var(--page)"},
+    INK: "currentColor",
+    "#000000": "currentColor",
+    "#ffffff": "var(--page)",
     **{colour: f"var(--line{number})" for number, colour in enumerate(COLOURS)},
 }
 

@@ -55,5 +55,5 @@ def reliability(methods: Mapping[str, Score]) -> Figure:
     axes[1, 0].set_ylabel("share of rows")
     entries = [panel.get_legend_handles_labels() for panel in axes[:, 0]]
     handles, labels = ([item for entry in entries for item in entry[part]] for part in (0, 1))
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4 if len(methods) > 1 else 2, frameon=False, fontsize=8)
     return figure

@@ -65,7 +65,7 @@ def over_rounds(title: str, curves: Mapping[str, Curve], styles: Mapping[str, in
     if limits is not None:
         axes.set_ylim(*limits)
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
     if len(curves) > 1:
         _legend(figure, axes)
     return figure
@@ -90,7 +90,7 @@ def in_order(title: str, values: Mapping[str, np.ndarray], styles: Mapping[str, 
         axes.plot(curve.x, curve.y, STYLES[place], marker="o" if count <= MARKED else None, **look)
     axes.set_xlim(0 if count > MARKED else 0.5, count + (0 if count > MARKED else 0.5))
     axes.set_xlabel("clients, the worst first; shaded: the worst tenth")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
     _legend(figure, axes)
     return figure
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbayes import __version__
 from fedbayes.errors import UserError
-from fedbayes.report import blocks, sections
+from fedbayes.report import blocks, comparison, posteriors, predictions, sections
 from fedbayes.report.records import Record, find, load
 from fedbayes.runs import write
 
@@ -18,7 +18,7 @@ def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
     target = Path(out) if out is not None else records[0].folder / "report.html" if len(records) == 1 else Path("report.html")
     if target.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"out is {target}, but a page ends in .html; give a file such as report.html")
-    text = single(records[0])
+    text = single(records[0]) if len(records) == 1 else several(records)
     try:
         write(target, text.encode())
     except OSError as problem:
@@ -28,6 +28,22 @@ def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
 
 def single(record: Record) -> str:
     """The page of one run."""
-    parts = [part(record) for part in sections.NETWORK]
+    first, last = [sections.what_was_run(record)], [sections.sent(record), sections.time(record)]
+    if record.structured:
+        middle = [posteriors.posterior(record), posteriors.bound([record], [record.algorithm]), posteriors.silos(record)]
+    else:
+        parts = (sections.results, sections.learning, predictions.clients, predictions.calibration, predictions.uncertainty)
+        middle = [part(record) for part in (*parts, sections.labels)]
     subtitle = f"{record.rounds} rounds, seed {record.config.get('seed')}, {record.state}"
-    return blocks.page(f"{record.algorithm} on {record.data_name}", subtitle, parts, __version__)
+    return blocks.page(f"{record.algorithm} on {record.data_name}", subtitle, [*first, *middle, *last], __version__)
+
+
+def several(records: Sequence[Record]) -> str:
+    """The page of a comparison: each data set on its own."""
+    sets = comparison.data_sets(records)
+    parts = [comparison.overview(records, len(sets))]
+    for name, members, varied in sets:
+        parts += comparison.compared(name, members, varied, len(sets) > 1)
+    names = ", ".join(dict.fromkeys(record.algorithm for record in records))
+    on = ", ".join(dict.fromkeys(record.data_name for record in records))
+    return blocks.page(f"{names} on {on}", f"{len(records)} runs compared", parts, __version__)

@@ -117,8 +117,8 @@ def find(paths: Sequence[Path]) -> list[Path]:
         below = [path] if _is_run(path) else sorted({file.parent for file in path.rglob("config.json") if _is_run(file.parent)})
         if not below:
             raise UserError(
-                f"{path} holds no run: no config.json of one is in it or below it; give the folder that fedbayes run, compare or "
-                "fit named at its end"
+                f"{path} holds no run: no config.json of one is in it or below it; give the folder that fedbayes run, compare "
+                "or fit named at its end"
             )
         found |= {folder.resolve(): folder for folder in below if folder.resolve() not in found}
     return list(found.values())
@@ -230,7 +230,7 @@ def _read_about(record: Record) -> None:
 def _facts(given: dict[str, Any], record: Record) -> Facts:
     facts = Facts(**given)
     count = int(record.about_data["clients"])
-    shapes = {"unseen": (count,), "train": (count,), "test": (count,), "names": (count,)}
+    shapes: dict[str, tuple[int, ...]] = {"unseen": (count,), "train": (count,), "test": (count,), "names": (count,)}
     shapes |= {} if facts.labels is None else {"labels": (count, len(facts.classes or []))}
     shapes |= {} if facts.quantiles is None else {"quantiles": (count, 5)}
     for name, shape in shapes.items():
