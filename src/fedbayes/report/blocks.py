@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jinja2
 import matplotlib as mpl
 from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from fedbayes.report.posterior import COLOURS
@@ -73,6 +74,9 @@ INK = "#010203"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedbayes",
+    "figure.dpi": 150,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8.5,
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -102,7 +106,8 @@ def draw(make: Callable[..., Figure], *given: Any, caption: str, wide: bool = Fa
     """
     buffer = io.StringIO()
     with mpl.rc_context(STYLE):
-        make(*given, **options).savefig(buffer, format="svg", transparent=True, dpi=150, metadata={"Date": None})
+        # Not savefig, which draws everything a first time for nothing.
+        FigureCanvasSVG(make(*given, **options)).print_svg(buffer, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     width = float(re.search(r'width="([\d.]+)pt"', svg)[1])  # type: ignore[index]

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from fedbayes.commands.display import PERCENT, SHOWN
+from fedbayes.evaluate import HIGHER_IS_BETTER
 from fedbayes.report import curves, posteriors
 from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import TITLES, distinct, flat, number, scaled, size
@@ -69,7 +70,6 @@ def methods(records: Sequence[Record], varied: bool = False) -> list[Method]:
     for own, members in zip(settings, groups.values(), strict=True):
         others = [other for other in settings if other["algorithm"] == own["algorithm"]]
         apart = [name for name in own if any(other.get(name) != own[name] for other in others)]
-        # A setting that follows from another, such as the length of a schedule, is left to the table of options.
         said = [f"{name.removeprefix('options.')} {own[name]}" for name in apart if name != "model"][:3]
         found.append(Method(own["algorithm"] + (f" ({', '.join(said)})" if said else ""), members))
     labels = [method.label for method in found]
@@ -83,7 +83,9 @@ def _settings(record: Record, varied: bool) -> dict[str, str]:
     found = flat({name: record.config[name] for name in SAME if name in record.config})
     # Another partition has other counts of rows and other constants of standardisation.
     dropped = ("N", "D", "model") if varied else ()
-    return {name: value for name, value in found.items() if name.split(".")[-1] not in dropped}
+    # The length of a schedule that follows from the rounds of the run says nothing of its own.
+    follows = {name for name in found if name.endswith(".rounds") and found[name] == found["rounds"]}
+    return {name: value for name, value in found.items() if name.split(".")[-1] not in dropped and name not in follows}
 
 
 def overview(records: Sequence[Record], sets: int) -> Section:
@@ -97,12 +99,12 @@ def overview(records: Sequence[Record], sets: int) -> Section:
         blocks.append(
             Prose(f"The runs are on {sets} different data sets, so each has its own part and no table mixes them.", True)
         )
-    head = ("run", "algorithm", "data", "seed", "rounds", "state")
+    head = ("run", "algorithm", "data", "state", "seed", "rounds")
     rows = [
-        [str(one.folder), one.algorithm, one.data_name, str(one.config.get("seed")), str(one.rounds), one.state]
+        [str(one.folder), one.algorithm, one.data_name, one.state, str(one.config.get("seed")), str(one.rounds)]
         for one in records
     ]
-    blocks.append(Table(head, rows, f"{len(records)} runs; fedbayes report RUN gives the page of one", 6))
+    blocks.append(Table(head, rows, f"{len(records)} runs; fedbayes report RUN gives the page of one", 4))
     return Section("Runs", blocks)
 
 
@@ -143,15 +145,17 @@ def _results(found: Sequence[Method], numeric: bool, varied: bool) -> list[Any]:
                 cells = [_cell(name, [one[name]["rows"] for one in figures if name in one]) for name in names]
                 cells.append(_cell(names[0], [one[names[0]]["worst_tenth"] for one in figures if names[0] in one]))
                 rows.append([label, stance, str(len(figures)), *cells])
-                ends = scaled(names[0], interval([one[names[0]]["rows"] for one in figures if names[0] in one]))
-                lines.append((f"{label}, {stance}", *(np.clip(ends, 0, 100) if names[0] in PERCENT else ends).tolist()))
+                if values := [one[names[0]]["rows"] for one in figures if names[0] in one]:
+                    short = label if len(label) <= 18 else label[:17] + "…"
+                    lines.append((f"{short}, {stance}", *scaled(names[0], _bounded(names[0], values)).tolist()))
         if rows:
             head = ("method", "stance", "seeds", *(TITLES[name] for name in names), f"worst tenth, {TITLES[names[0]]}")
             blocks.append(Table(head, rows, f"{group.capitalize()} clients: mean over seeds [95 % interval]", 2))
-            said = "; ".join(f"{line} {mean:.4g}" for line, mean, *_ in lines)
+            best = (max if names[0] in HIGHER_IS_BETTER else min)(lines, key=lambda line: line[1])
             title = f"{TITLES[names[0]]}, {group} clients"
-            pictures.append(draw(curves.intervals, title, lines, "mean and 95 % interval", caption=f"{title}: {said}."))
-    said = "Figures are over all test rows; the interval is Student's t over seeds, and one seed has none."
+            caption = f"{title}: mean over seeds and its interval, as in the table. Best: {best[0]} with {best[1]:.4g}."
+            pictures.append(draw(curves.intervals, title, lines, "mean and 95 % interval", caption=caption))
+    said = "Figures are over all test rows; the interval is Student's t over seeds, cut at 0 and 100 %, and one seed has none."
     said += (
         " Each seed has a partition of its own."
         if varied
@@ -162,10 +166,15 @@ def _results(found: Sequence[Method], numeric: bool, varied: bool) -> list[Any]:
     return [Prose(said), *blocks, Pictures(pictures)]
 
 
+def _bounded(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """The interval, within what the figure can be."""
+    return tuple(np.clip(interval(values), 0, 1).tolist()) if name in PERCENT else interval(values)
+
+
 def _cell(name: str, values: Sequence[float]) -> str:
     if not values:
         return "—"
-    mean, low, high = (number(name, part) for part in interval(values))
+    mean, low, high = (number(name, part) for part in _bounded(name, values))
     return f"{mean} [{low}, {high}]" if len(values) > 1 else mean
 
 
@@ -211,7 +220,7 @@ def _over_seeds(seeds: Sequence[dict[float, float]]) -> curves.Curve | None:
 
 def _picture(title: str, lines: dict[str, curves.Curve]) -> Picture:
     ends = "; ".join(f"{label} {line.y[-1]:.4g}" for label, line in lines.items())
-    return draw(curves.over_rounds, title, lines, caption=f"{title} over rounds. At the end: {ends}.")
+    return draw(curves.over_rounds, title, lines, legend=True, caption=f"{title} over rounds. At the end: {ends}.")
 
 
 def _options(found: Sequence[Method], varied: bool) -> list[Table]:

@@ -44,13 +44,15 @@ def thinned(curve: Curve, points: int = POINTS) -> Curve:
 def _panel(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Any]:
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title)
+    figure.suptitle(title, x=0.02, horizontalalignment="left", fontsize=9.5)  # wider than the axes
     axes.grid(color=COLOURS[2], alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     return figure, axes
 
 
-def over_rounds(title: str, curves: Mapping[str, Curve], styles: Mapping[str, int] | None = None, end: bool = False) -> Figure:
+def over_rounds(
+    title: str, curves: Mapping[str, Curve], styles: Mapping[str, int] | None = None, *, end: bool = False, legend: bool = False
+) -> Figure:
     """Curves over rounds, each with its band; with `end` the axis begins where the last nine tenths lie."""
     figure, axes = _panel(title)
     for number, (name, curve) in enumerate(curves.items()):
@@ -66,7 +68,7 @@ def over_rounds(title: str, curves: Mapping[str, Curve], styles: Mapping[str, in
         axes.set_ylim(*limits)
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
-    if len(curves) > 1:
+    if legend or len(curves) > 1:
         _legend(figure, axes)
     return figure
 
@@ -127,7 +129,7 @@ def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], unit:
     for place, (_, mean, low, high) in enumerate(rows):
         axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=2.5, alpha=0.55, solid_capstyle="butt")
         axes.plot([mean], [place], "o", color=COLOURS[0], markersize=4.5)
-    axes.set_yticks(range(len(rows)), labels=[name if len(name) <= 26 else name[:25] + "…" for name, *_ in rows])
+    axes.set_yticks(range(len(rows)), labels=[name for name, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(4))

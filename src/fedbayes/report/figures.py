@@ -42,7 +42,7 @@ def flat(options: Any, prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{name}.")
         else:
-            text = ", ".join(map(str, value)) if isinstance(value, list) else "—" if value is None else str(value)
+            text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else "—" if value is None else str(value)
             found[f"{prefix}{name}"] = text
     return found
 

@@ -44,7 +44,11 @@ def what_was_run(record: Record) -> Section:
         rows += [["network", str(facts.get("network", facts.get("options", {}).get("model", {}).get("name", "—")))]]
     cohort = facts.get("cohort")
     taking = "one silo, each in its turn" if facts.get("in_turn") else "all" if cohort is None else f"{cohort}"
-    rows += [["rounds", str(record.rounds)], ["clients a round", taking], ["seed", str(facts.get("seed"))]]
+    rows += [
+        ["rounds", str(record.rounds)],
+        [f"{'silos' if record.structured else 'clients'} a round", taking],
+        ["seed", str(facts.get("seed"))],
+    ]
     rows += [["dropout", str(facts["dropout"])]] if facts.get("dropout") else []
     rows += [["state", record.state], ["fedbayes", str(facts.get("fedbayes", "—"))]]
     options = [[name, value] for name, value in flat(facts.get("options", {})).items() if not name.startswith("model.")]
@@ -177,7 +181,7 @@ def sent(record: Record) -> Section:
         )
     who, blocks = "silo" if record.structured else "client", list[Any]()
     for clients, leaves in record.messages:
-        of = f" ({clients} silos of this form)" if record.structured and len(record.messages) > 1 else ""
+        of = f" ({clients} silo{'s' * (clients > 1)} of this form)" if record.structured and len(record.messages) > 1 else ""
         for message, title in (("down", f"To each {who}{of}"), ("up", f"From each {who}{of}")):
             blocks.append(
                 _fields([leaf for leaf in leaves if leaf.message == message], f"{title}, each round", message == "up")
@@ -255,7 +259,7 @@ def time(record: Record) -> Section:
             f"{sum(values):.2f}",
             f"{100 * sum(values) / max(total, 1e-9):.0f}",
             str(len(values)),
-            f"{1000 * np.median(values):.4g}",
+            f"{1000 * np.median(values):,.1f}",
         ]
         for name, values in parts.items()
     ]
