@@ -71,7 +71,8 @@ def _worst(
     tables, ids = [], np.flatnonzero(members)
     for name in names:
         values = each[stance][name][ids]
-        order = ids[np.argsort(values if name in HIGHER_IS_BETTER else -values, kind="stable")]
+        # Of few rows many clients have the same accuracy: then the log score says who is worse off.
+        order = ids[np.lexsort((each[stance]["log_score"][ids], values if name in HIGHER_IS_BETTER else -values))]
         tenth = -(-len(ids) // 10)
         more = f", the first {NAMED}" if tenth > NAMED else ""
         clients = "1 client" if tenth == 1 else f"{tenth} clients"
