@@ -432,6 +432,14 @@ def test_a_damaged_posterior_costs_the_marginals(silos, tmp_path, monkeypatch):
     assert "mean[0]" in text
 
 
+def test_a_damaged_result_of_a_fit_is_no_result(silos, tmp_path, monkeypatch):
+    only_text(monkeypatch)
+    folder = Path(shutil.copytree(silos, tmp_path / "copy"))
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "posterior": {"mean[0]": {"mean": "x"}}}))
+    assert "result.json holds no result; it is damaged" in page.report([folder]).read_text("utf-8")
+
+
 # Many clients
 
 

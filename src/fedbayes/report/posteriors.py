@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.errors import UserError
 from fedbayes.models.structured import numbers
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
@@ -129,10 +128,3 @@ def side_by_side(records: Sequence[Record], labels: Sequence[str]) -> list[Secti
     if draws:
         blocks.append(Pictures(_marginals({label: draws_of(found) for label, found in draws.items()})))
     return [Section("Posteriors side by side", blocks), bound(records, labels)]
-
-
-def check_result(record: Record) -> None:
-    """Refuse a result whose posterior is not one."""
-    for name, figures in (record.result or {}).get("posterior", {}).items():
-        if not isinstance(figures, dict) or not {"mean", "sd", "5%", "95%"} <= set(figures):
-            raise UserError(f"{record.folder / 'result.json'} has no figures of {name}; it is damaged")

@@ -23,6 +23,7 @@ from fedbayes.runs import read_json
 from fedbayes.stances import no_scores
 
 GROUPS = ("participating", "unseen")
+SUMMARY = ("mean", "sd", "5%", "95%")
 FORMS = ("rows", "clients", "spread", "worst_tenth")
 Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
 """stance → group → figure → form → number, as a result has them."""
@@ -81,7 +82,7 @@ class Record:
     @property
     def figures(self) -> Figures:
         """The figures of the result, or of an unfinished run's last evaluation."""
-        if self.result is not None and (found := _figures(self.result.get("metrics"))):
+        if self.result is not None and (found := figures_of(self.result.get("metrics"))):
             return found
         return self.evaluations[-1][1] if self.evaluations else {}
 
@@ -160,11 +161,24 @@ def _read_result(record: Record) -> None:
         return
     try:
         found = read_json(path)
-        if not isinstance(found, dict) or not ("metrics" in found or "posterior" in found or "sites" in found):
+        if not isinstance(found, dict) or not ("metrics" in found or _has_posterior(found) or "sites" in found):
             raise UserError(f"{path} holds no result; it is damaged")
         record.result = found
     except UserError as problem:
         record.notes.append(f"{problem}.")
+
+
+def _has_posterior(result: dict[str, Any]) -> bool:
+    """Whether a result is that of a fit over silos, whole."""
+    sites = result.get("posterior")
+    return (
+        isinstance(sites, dict)
+        and all(isinstance(one, dict) and all(_is_number(one.get(key)) for key in SUMMARY) for one in sites.values())
+        and isinstance(result.get("theta"), dict)
+        and all(map(_is_number, result["theta"].values()))
+        and _is_number(result.get("bound"))
+        and all(result.get(name) is None or _is_number(result[name]) for name in ("khat", "ess"))
+    )
 
 
 def _read_metrics(record: Record) -> None:
@@ -172,7 +186,7 @@ def _read_metrics(record: Record) -> None:
         if not isinstance(entry.get("round"), int):
             continue
         if "evaluation" in entry:
-            if figures := _figures(entry["evaluation"]):
+            if figures := figures_of(entry["evaluation"]):
                 record.evaluations.append((entry["round"], figures))
         else:
             record.scalars.append({name: value for name, value in entry.items() if _is_number(value)})
@@ -272,7 +286,7 @@ def again(words: Sequence[str], folder: str) -> list[str]:
     return [*kept, "--out", f"{folder}-again"]
 
 
-def _figures(given: Any) -> Figures:
+def figures_of(given: Any) -> Figures:
     """Figures without what is not a finite number: a file may be damaged, and a figure of no rows is none."""
     found: Figures = {}
     for stance, groups in _items(given):

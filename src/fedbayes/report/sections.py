@@ -13,7 +13,7 @@ from fedbayes.report import curves
 from fedbayes.report.blocks import Command, Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
 from fedbayes.report.labels import distribution_figure
-from fedbayes.report.records import Figures, Record
+from fedbayes.report.records import Figures, Record, figures_of
 
 ARRAYS = 200
 """Arrays of a message that are listed."""
@@ -72,7 +72,7 @@ def results(record: Record) -> Section:
         return Section("Results", [Prose(f"There are no figures: {why}.")])
     when = "after the last round" if record.result is not None else f"after round {record.evaluations[-1][0]}"
     blocks: list[Any] = [result_table(record.figures, f"Every client on its own test rows, {when}")]
-    if average := (record.result or {}).get("average"):
+    if average := figures_of((record.result or {}).get("average")):
         last = record.config.get("average_last")
         blocks.append(result_table(average, f"Mean over the last {last} rounds"))
     blocks.append(
