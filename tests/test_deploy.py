@@ -217,6 +217,25 @@ def test_other_networks_and_other_numbers_of_sites_are_other_experiments(model, 
     assert len({fingerprint(model, everyone), fingerprint(scaled, everyone), fingerprint(model, everyone[:3])}) == 3
 
 
+@pytest.mark.parametrize("kind", ["rows", "silos"])
+def test_a_fingerprint_does_not_depend_on_what_a_process_did_before(kind, model, everyone, tmp_path):
+    """A server traces the manifest first, a site in a round does not, and JAX remembers what it traced."""
+
+    def experiment():
+        if kind == "rows":
+            return deployment(fedper(model), everyone, tmp_path)[0].experiment
+        data = partition(6, 6)
+        parts = [SiteData(one) for one in data.values()]
+        return deployment(plan(fb.PVI(population, silo, steps=3), data, ROUNDS), parts, tmp_path)[0].experiment
+
+    jax.clear_caches()
+    one = experiment()
+    wire.check(wire.manifest(one.algorithm, one.example))
+    first = one.fingerprint
+    jax.clear_caches()
+    assert experiment().fingerprint == first
+
+
 def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):
     coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS)
     coordinator.step(post)

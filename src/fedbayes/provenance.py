@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from fedbayes import trees
@@ -116,3 +119,52 @@ def _fixpoint(jaxpr: Any, head: list[Flow], carry: list[Flow], rest: list[Flow])
         if grown == carry:
             return [*grown, *outputs[len(carry) :]]
         carry = grown
+
+
+def digest(*programs: Any) -> str:
+    """A digest of jaxprs with their constants.
+
+    Their text will not do: it names a part that occurs twice once, if it was traced once, which depends on what the process
+    did before.
+
+    >>> program = jax.make_jaxpr(lambda x: 2 * x)
+    >>> digest(program(1.0)) == digest(program(3.0)), digest(program(1.0)) == digest(jax.make_jaxpr(lambda x: 3 * x)(1.0))
+    (True, False)
+    """
+    found = hashlib.sha256()
+    for part in _told(programs):
+        found.update(part + b"\0")
+    return found.hexdigest()[:16]
+
+
+def _told(value: Any) -> Iterator[bytes]:
+    """A program in words, each part where it is used, variables by number."""
+    if isinstance(value, core.ClosedJaxpr):
+        yield from _told(value.jaxpr)
+        for constant in value.consts:
+            yield np.asarray(constant).tobytes()
+    elif isinstance(value, core.Jaxpr):
+        numbers: dict[int, int] = {}
+
+        def name(variable: Any) -> bytes:
+            if isinstance(variable, core.Literal):
+                return str(variable.aval).encode() + np.asarray(variable.val).tobytes()
+            return f"{numbers.setdefault(id(variable), len(numbers))} {variable.aval}".encode()
+
+        yield from map(name, (*value.constvars, *value.invars))
+        for eqn in value.eqns:
+            yield eqn.primitive.name.encode()
+            yield from map(name, (*eqn.invars, *eqn.outvars))
+            yield from _told(eqn.params)
+        yield from map(name, value.outvars)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield str(key).encode()
+            yield from _told(value[key])
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _told(one)
+    elif callable(value):
+        yield getattr(value, "__qualname__", type(value).__name__).encode()
+    else:
+        yield re.sub(r"0x[0-9a-f]+", "", str(value)).encode()

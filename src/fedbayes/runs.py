@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from fedbayes import wire
+from fedbayes import provenance, wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.data.describe import facts
@@ -213,17 +212,7 @@ def fingerprint(algorithm: AnyAlgorithm, data: Clients) -> str | None:
     x = jax.ShapeDtypeStruct((2, *data.shape), data.x.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(model.init, key)
-    return digest_of_programs(jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x))
-
-
-def digest_of_programs(*programs: Any) -> str:
-    """A digest of jaxprs with their constants."""
-    digest = hashlib.sha256()
-    for program in programs:
-        digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
-        for constant in program.consts:
-            digest.update(np.asarray(constant).tobytes())
-    return digest.hexdigest()[:16]
+    return provenance.digest(jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x))
 
 
 def describe_data(data: Clients) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbayes import __version__, gaussian, keys, silo_programs, silos, trees, variational, wire
+from fedbayes import __version__, gaussian, keys, provenance, silo_programs, silos, trees, variational, wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Latent, Values
 from fedbayes.models.structured import Structured, inseparable, numbers
-from fedbayes.runs import SCHEMA, Run, about, describe, digest_of_programs, read_json
+from fedbayes.runs import SCHEMA, Run, about, describe, read_json
 from fedbayes.silo_text import table
 from fedbayes.silos import SiloSimulation
 from fedbayes.simulator import Diverged
@@ -342,7 +342,7 @@ def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
         programs.append(jax.make_jaxpr(functools.partial(_log_joint, structured, form))(z, z_L, arrays))
     return {
         "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},
-        "model": digest_of_programs(*programs),
+        "model": provenance.digest(*programs),
     }
 
 

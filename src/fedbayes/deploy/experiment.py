@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import keys, trees
+from fedbayes import keys, provenance, trees
 from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
-from fedbayes.runs import describe, digest_of_programs, title
+from fedbayes.runs import describe, title
 
 
 class SiteData(NamedTuple):
@@ -142,4 +142,4 @@ class Experiment:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
         told = [title(self.algorithm), describe(self.algorithm), self.seed, self.rounds, self.sites]
         settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return settings + digest_of_programs(self._program[0])
+        return settings + provenance.digest(self._program[0])

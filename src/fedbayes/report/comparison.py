@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from fedbayes.commands.display import PERCENT, SHOWN
+from fedbayes.commands.tables import PERCENT, SHOWN
 from fedbayes.evaluate import HIGHER_IS_BETTER
 from fedbayes.report import curves, posteriors
 from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, draw

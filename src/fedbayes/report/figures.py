@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.commands.display import PERCENT
-from fedbayes.commands.display import TITLES as MAIN_TITLES
+from fedbayes.commands.tables import PERCENT
+from fedbayes.commands.tables import TITLES as MAIN_TITLES
 from fedbayes.report.records import Record
 from fedbayes.stances import STANCES
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.commands.display import SHOWN
-from fedbayes.evaluate import HIGHER_IS_BETTER, metrics
+from fedbayes.commands.tables import SHOWN
+from fedbayes.evaluate import HIGHER_IS_BETTER, metrics, pooled
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
-from fedbayes.report.calibration import pooled, reliability
+from fedbayes.report.calibration import reliability
 from fedbayes.report.figures import STYLES, TITLES, distinct, number, scaled
 from fedbayes.report.records import Record
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedbayes import wire
-from fedbayes.commands.display import PERCENT, SHOWN
+from fedbayes.commands.tables import PERCENT, SHOWN
 from fedbayes.report import curves
 from fedbayes.report.blocks import Command, Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
