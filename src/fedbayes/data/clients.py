@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedbayes.algorithm import Data
+from fedbayes.data.layout import Column, Layout
 from fedbayes.data.rows import blocks, check_finite, identify, release, split, take, targets
 from fedbayes.errors import UserError
 
@@ -51,6 +52,8 @@ class Clients:
     """Names of the columns of x, where there are columns."""
     name: str = "data"
     """Of the data set."""
+    layout: Layout = Layout()
+    """How a table's columns became those of x."""
 
     def __post_init__(self) -> None:
         N, rows = len(self.names), len(self.x)
@@ -205,7 +208,7 @@ class Clients:
             missing="keep",
             **options,
         )
-        return dataclasses.replace(built, shift=self.shift, scale=self.scale)
+        return dataclasses.replace(built, shift=self.shift, scale=self.scale, layout=self.layout)
 
     def standardised(self, pooled: bool | None = None) -> Clients:
         """The same clients with `shift` and `scale` from the mean and standard deviation of the participants' training rows.
@@ -250,7 +253,8 @@ class Clients:
                 f"{self.name}: {self._column(int(column))} has no value in any participant's training rows to take a mean of; "
                 "leave that column out"
             )
-        return dataclasses.replace(self, x=np.where(np.isnan(self.x), mean.astype(np.float32), self.x))
+        layout = dataclasses.replace(self.layout, fill=tuple(mean.astype(np.float32).ravel().tolist()))
+        return dataclasses.replace(self, x=np.where(np.isnan(self.x), mean.astype(np.float32), self.x), layout=layout)
 
     def _moments(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Count, mean and sum of squared deviations over the participants' training rows, ignoring NaN, in one pass."""
@@ -352,6 +356,7 @@ class Clients:
             scale=np.ones((1,) * len(shape), np.float32),
             features=None if features is None else tuple(features),
             name=name,
+            layout=Layout(tuple(map(Column, features or ()))),
         )
 
     def save(self, folder: Path | str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbayes.data.layout import Column, Layout
 from fedbayes.data.tables import Options, Table, encode, nearest
 from fedbayes.errors import UserError
 
@@ -64,7 +65,7 @@ def read_npz(path: Path, options: Options, name: str) -> Table:
     named: Sequence[str] | None = None if classes is None else [str(label) for label in classes]
     if named is None or options.task in ("regression", "counts"):
         y, named = encode(y, options.task, str(path), wanted["y"])
-    features = arrays.get("features")
+    features = None if "features" not in arrays else [str(feature) for feature in arrays["features"]]
     return Table(
         arrays["x"],
         y,
@@ -72,7 +73,8 @@ def read_npz(path: Path, options: Options, name: str) -> Table:
         is_test=arrays["is_test"].astype(bool) if "is_test" in arrays else None,
         unseen=arrays["unseen"].astype(bool) if "unseen" in arrays else None,
         classes=named,
-        features=None if features is None else [str(feature) for feature in features],
+        features=features,
+        layout=Layout(tuple(map(Column, features or ())), wanted["y"]),
     )
 
 

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fedbayes.data.layout import Column, Layout
 from fedbayes.data.tables import Options, Table, encode, nearest
 from fedbayes.errors import UserError
-
-CATEGORIES = 100
-"""A text column with more different values than this is taken for a name or a date, and refused."""
 
 
 def read_frame(path: Path, options: Options, name: str, categorical: Sequence[str] = ()) -> Table:
@@ -51,20 +49,17 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
     chosen = [column for column in frame.columns if column not in roles and column not in options.ignore]
     if not chosen:
         raise UserError(f"{where} has no column left for features beside {', '.join(roles)}")
-    columns: list[np.ndarray] = []
-    features: list[str] = []
-    for column in chosen:
-        values, names = _feature(frame[column], column, where, column in categorical)
-        columns.append(values)
-        features += names
+    columns = tuple(Column.learn(frame[column], column, where, column in categorical) for column in chosen)
+    aside = (*(column for column in roles if column != options.target), *options.ignore)
     y, classes = encode(_plain(frame[options.target]), options.task, where, options.target)
     return Table(
-        np.concatenate(columns, axis=1),
+        np.concatenate([column.encode(frame[column.name], where) for column in columns], axis=1),
         y,
         client=None if options.client_column is None else _plain(frame[options.client_column]),
         is_test=None if options.test_column is None else _flags(frame[options.test_column], where),
         classes=classes,
-        features=features,
+        features=[feature for column in columns for feature in column.features],
+        layout=Layout(columns, options.target, aside),
     )
 
 
@@ -80,30 +75,6 @@ def _open(path: Path) -> pd.DataFrame:
     except (OSError, ValueError, EOFError) as error:  # pandas' and Arrow's errors are ValueErrors
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{path} cannot be read ({reason}); it may be damaged, cut off or of another kind") from error
-
-
-def _feature(column: pd.Series[Any], name: str, where: str, categorical: bool) -> tuple[np.ndarray, list[str]]:
-    """One column of numbers, or one of 0 and 1 for each value of a categorical column; NaN where the value is missing."""
-    kind = column.dtype
-    if pd.api.types.is_bool_dtype(kind) or (pd.api.types.is_numeric_dtype(kind) and not categorical):
-        if pd.api.types.is_complex_dtype(kind):
-            raise UserError(f"{where}: column {name!r} is complex; expected numbers or text")
-        with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
-            return column.to_numpy(np.float32, na_value=np.nan)[:, None], [name]
-    if pd.api.types.is_datetime64_any_dtype(kind) or pd.api.types.is_timedelta64_dtype(kind):
-        raise UserError(f"{where}: column {name!r} is a date; turn it into a number, such as days, or ignore it")
-    try:
-        codes, found = pd.factorize(column, sort=True)
-    except TypeError:
-        raise UserError(f"{where}: column {name!r} mixes kinds of values; expected numbers or text, or ignore it") from None
-    if len(found) > CATEGORIES or not all(isinstance(value, (str, int, float, np.number)) for value in found):
-        raise UserError(
-            f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; expected numbers or at "
-            f"most {CATEGORIES} categories: correct it or ignore it"
-        )
-    values = (codes[:, None] == np.arange(len(found))).astype(np.float32)
-    values[codes < 0] = np.nan
-    return values, [f"{name}={value:g}" if isinstance(value, (float, np.floating)) else f"{name}={value}" for value in found]
 
 
 def _plain(column: pd.Series[Any]) -> np.ndarray:

@@ -71,7 +71,9 @@ def heart_disease_uci(options: Options) -> Table:
     columns = Options("hospital", "num", ignore=("slope", "ca", "thal"), missing=options.missing or "drop", task="regression")
     table = read_frame(path, columns, "heart_disease_uci", categorical=("cp", "restecg"))
     disease = (table.y > 0).astype(np.int32)
-    return dataclasses.replace(table, y=disease, classes=["no disease", "disease"], missing="drop")
+    # The file's own target is a grade, so no other file can give labels under its name.
+    layout = table.layout and dataclasses.replace(table.layout, target=None, aside=("hospital", "num", *columns.ignore))
+    return dataclasses.replace(table, y=disease, classes=["no disease", "disease"], missing="drop", layout=layout)
 
 
 SETS: dict[str, Callable[[Options], Table]] = {

@@ -92,6 +92,7 @@ def load(
         missing="keep" if missing == "mean" else "refuse",
         name=name,
     )
+    built = built if table.layout is None else dataclasses.replace(built, layout=table.layout)
     # In this order, so that no unseen client and no test row has a part in the means.
     built = built.hold_out(hold_out, seed) if hold_out else built
     built = built.imputed() if missing == "mean" and built.x.dtype.kind == "f" else built

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fedbayes.data.clients import Clients
+from fedbayes.data.layout import Column, Layout
 from fedbayes.data.rows import blocks
 from fedbayes.errors import UserError
 
@@ -28,7 +29,7 @@ def save(clients: Clients, folder: Path) -> None:
                 write_header(file, array.shape, array.dtype)
                 for _, block in blocks(array) if array.ndim else [(0, array)]:
                     file.write(np.ascontiguousarray(block).tobytes())
-        write_manifest(writing.path, clients.name, clients.classes, clients.features)
+        write_manifest(writing.path, clients.name, clients.classes, clients.features, clients.layout)
 
 
 def load(folder: Path) -> Clients:
@@ -38,6 +39,7 @@ def load(folder: Path) -> Clients:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
         classes, features = manifest["classes"], manifest["features"]
         name = str(manifest["name"])
+        layout = Layout.from_json(manifest["layout"]) if "layout" in manifest else Layout(tuple(map(Column, features or ())))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise UserError(f"{folder} does not hold complete clients ({error}); write it again with Clients.save") from error
     # What is small and asked for at every round stays in memory.
@@ -49,6 +51,7 @@ def load(folder: Path) -> Clients:
         classes=None if classes is None else tuple(classes),
         features=None if features is None else tuple(features),
         name=name,
+        layout=layout,
     )
 
 
@@ -58,9 +61,11 @@ def write_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def write_manifest(folder: Path, name: str, classes: tuple[str, ...] | None, features: tuple[str, ...] | None) -> None:
+def write_manifest(
+    folder: Path, name: str, classes: tuple[str, ...] | None, features: tuple[str, ...] | None, layout: Layout = Layout()
+) -> None:
     """The .json beside the arrays."""
-    manifest = {"version": 1, "name": name, "classes": classes, "features": features}
+    manifest = {"version": 1, "name": name, "classes": classes, "features": features, "layout": layout.to_json()}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fedbayes.data.partitions import FORMS, Partition, follow, iid, parse
 from fedbayes.errors import UserError
+
+if TYPE_CHECKING:
+    from fedbayes.data.layout import Layout
 
 Missing = Literal["refuse", "mean", "drop"]
 Task = Literal["classification", "regression", "counts"]
@@ -44,6 +47,8 @@ class Table:
     """For each row: it belongs to a client that never trains."""
     classes: Sequence[str] | np.ndarray | None = None
     features: Sequence[str] | None = None
+    layout: Layout | None = None
+    """How the columns became features, where they have names."""
     coarse: np.ndarray | None = None
     """The coarse label of each label."""
     partition: str | None = None
