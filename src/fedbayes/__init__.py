@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedbayes.errors import UserError
     from fedbayes.fit import Fit, simulate
     from fedbayes.models import network
+    from fedbayes.posterior import Posterior
     from fedbayes.silo_fit import SiloFit
     from fedbayes.simulator import Simulation
     from fedbayes.stances import assess
@@ -81,6 +82,7 @@ _WHERE = {
     "PFedBayes": "algorithms.pfedbayes",
     "PFedMe": "algorithms.pfedme",
     "PVI": "algorithms.pvi",
+    "Posterior": "posterior",
     "Reduce": "algorithm",
     "SFVI": "algorithms.sfvi",
     "SFVIAvg": "algorithms.sfvi_avg",
@@ -130,6 +132,7 @@ __all__ = [
     "PFedBayes",
     "PFedMe",
     "PerFedAvg",
+    "Posterior",
     "Reduce",
     "SFVIAvg",
     "SiloFit",

@@ -25,6 +25,11 @@ COMMANDS = {
     "fit": ("fedbayes.commands.fit", "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR"),
     "report": ("fedbayes.commands.report", "one HTML page about a run, or a comparison of several: fedbayes report RUN …"),
     "certify": ("fedbayes.commands.certify", "bound the error of clients that did not train: fedbayes certify RUN"),
+    "personalise": (
+        "fedbayes.commands.personalise",
+        "take a personal model away from a run: fedbayes personalise RUN --out FILE",
+    ),
+    "predict": ("fedbayes.commands.predict", "predict rows with a personal model: fedbayes predict FILE --data new.csv"),
     "deploy": ("fedbayes.commands.deploy", "the same algorithms as real processes on Flower: fedbayes deploy local --sites 3"),
     "list": ("fedbayes.commands.listing", "the algorithms, networks and data sets that have names"),
     "wire": ("fedbayes.commands.wire", "what an algorithm sends: shapes, reductions, and what each upload depends on"),

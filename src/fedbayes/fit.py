@@ -21,10 +21,11 @@ from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
-from fedbayes.evaluate import Uncertainty, predictive, uncertainty
+from fedbayes.evaluate import Uncertainty
+from fedbayes.posterior import Posterior, Rows
 from fedbayes.runs import SCHEMA, Run, about, describe, describe_data, fingerprint, title
 from fedbayes.simulator import Diverged, Round, Simulation
-from fedbayes.stances import STANCES, Evaluation, assess, likelihood_of
+from fedbayes.stances import STANCES, Evaluation, assess
 from fedbayes.states import States
 
 if TYPE_CHECKING:
@@ -56,30 +57,43 @@ class Fit:
         Without a client, of the shared model; with one, of its personal model, or, `adapted`, after `adapt` on its training
         rows. A client that never trained has nothing of its own until it adapts.
         """
+        return self.posterior_of(client, adapted=adapted).draws(x)
+
+    def predict(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "n c"]:
+        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
+        return self.posterior_of(client, adapted=adapted).predict(x)
+
+    def uncertainty(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Uncertainty:
+        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
+        return self.posterior_of(client, adapted=adapted).uncertainty(x)
+
+    def posterior_of(self, client: str | None = None, *, adapted: bool = False) -> Posterior:
+        """The model that predicts for a client, to use or to `save`: its personal one, or, `adapted`, after `adapt`.
+
+        Without a client, the shared model.
+        """
         simulation, local = self.simulation, self.simulation.fresh
-        key = keys.of_round(simulation.seed, simulation.round)
+        key, who, count = keys.of_round(simulation.seed, simulation.round), "everybody", None
         if client is not None:
             place = simulation.data.index(client)
-            key = keys.fold(key, np.uint32(place))
+            key, who = keys.fold(key, np.uint32(place)), f"client {client}"
             local = jax.tree.map(lambda leaf: leaf[0], simulation.local.get(np.array([place])))
+            count = int(simulation.data.train_counts[place])
         elif adapted:
             raise UserError("adapted needs a client: it is the client's own training rows that the model is fitted to")
         local = jax.tree.map(jnp.asarray, local)
         if adapted:
-            count = int(simulation.data.train_counts[place])
-            rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.data.train([place], max(1, count)))
+            rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.data.train([place], max(1, count or 0)))
             local = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
-        return Personal(self, local, key).draws(x)
+        return self._posterior(local, key, who, count)
 
-    def predict(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "n c"]:
-        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
-        return predictive(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
+    def _posterior(self, local: Any, key: PRNGKeyArray, who: str, rows: int | None) -> Posterior:
+        simulation = self.simulation
+        run = {name: self.result[name] for name in ("algorithm", "data", "model", "fedbayes")}
+        made = {"for": who, "rows": rows, "rounds": simulation.round, "seed": simulation.seed, **run}
+        return Posterior(simulation.algorithm, simulation.down(), local, key, Rows.of(simulation.data), made)
 
-    def uncertainty(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Uncertainty:
-        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
-        return uncertainty(likelihood_of(self.simulation.algorithm), self.draws(x, client, adapted=adapted))
-
-    def adapt(self, x: Any, y: Any = None) -> Personal:
+    def adapt(self, x: Any, y: Any = None) -> Posterior:
         """A personal model for somebody's rows, who need not be among the clients.
 
         Labels may be missing where the method does not look at them, as FedVI.
@@ -92,7 +106,7 @@ class Fit:
         (2, 10)
         """
         simulation = self.simulation
-        x = checked_rows(x, simulation.data.shape)
+        x = Rows.of(simulation.data).check(x)
         if y is None and wire.adapt_reads_labels(simulation.algorithm, simulation.data):
             raise UserError(
                 f"{self.result['algorithm']} adapts to rows with labels, but there are none; give y, or train a method that "
@@ -107,39 +121,7 @@ class Fit:
         rows = Data(jnp.asarray(x), jnp.asarray(labels.astype(simulation.data.y.dtype)), jnp.ones(len(x), bool))
         local = jax.tree.map(jnp.asarray, simulation.fresh)
         adapted = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
-        return Personal(self, adapted, key)
-
-
-@dataclasses.dataclass
-class Personal:
-    """What a fit says for one client."""
-
-    fit: Fit
-    local: Any
-    """What the client keeps, in the algorithm's own form."""
-    key: PRNGKeyArray
-
-    def draws(self, x: Any) -> Float[Array, "s n k"]:
-        """Posterior draws of the likelihood's parameters for rows `x`."""
-        simulation = self.fit.simulation
-        x = jnp.asarray(checked_rows(x, simulation.data.shape))
-        return simulation.algorithm.predict(keys.fold(self.key, np.uint32(keys.PREDICT)), simulation.down(), self.local, x)
-
-    def predict(self, x: Any) -> Float[Array, "n c"]:
-        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
-        return predictive(likelihood_of(self.fit.simulation.algorithm), self.draws(x))
-
-    def uncertainty(self, x: Any) -> Uncertainty:
-        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
-        return uncertainty(likelihood_of(self.fit.simulation.algorithm), self.draws(x))
-
-
-def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of features, refused where they are not finite numbers in rows of this shape."""
-    x = np.asarray(x)
-    if x.shape[1:] != shape or not len(x) or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
-        raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
-    return x
+        return self._posterior(adapted, key, f"{len(x)} rows", len(x))
 
 
 def table(evaluation: Evaluation) -> str:

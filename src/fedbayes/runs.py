@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import jax
 import numpy as np
@@ -241,15 +241,22 @@ def describe_data(data: Clients) -> dict[str, Any]:
 
 def write(path: Path, content: bytes) -> None:
     """Replace a file atomically: whoever reads it finds the old content or the new, also after a crash."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, and leaves no trace when it does not."""
     temporary = path.with_name(path.name + ".part")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

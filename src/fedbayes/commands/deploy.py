@@ -210,7 +210,7 @@ def _rows(path: Path | None, site: Any) -> tuple[Any, Any]:
             raise UserError("the site has no test rows; give rows to predict with --rows FILE.npz")
         return site.data.test.x, site.data.test.y
     from fedbayes.data.files import read_arrays
-    from fedbayes.fit import checked_rows
+    from fedbayes.posterior import checked_rows
 
     return checked_rows(read_arrays(path, ["x"])["x"], site.data.train.x.shape[1:]).astype(site.data.train.x.dtype), None
 

@@ -35,7 +35,9 @@ class Column:
         """A name for each number that the column becomes."""
         if self.kind != "category":
             return (self.name,)
-        return tuple(f"{self.name}={value:g}" if isinstance(value, float) else f"{self.name}={value}" for value in self.categories)
+        return tuple(
+            f"{self.name}={value:g}" if isinstance(value, float) else f"{self.name}={value}" for value in self.categories
+        )
 
     @property
     def is_text(self) -> bool:
@@ -62,8 +64,8 @@ class Column:
             raise UserError(f"{where}: column {name!r} mixes kinds of values; expected numbers or text, or ignore it") from None
         if len(found) > CATEGORIES or not all(isinstance(value, (str, int, float, np.number)) for value in found):
             raise UserError(
-                f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; expected numbers or at "
-                f"most {CATEGORIES} categories: correct it or ignore it"
+                f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; expected numbers or "
+                f"at most {CATEGORIES} categories: correct it or ignore it"
             )
         values = [value.item() if isinstance(value, np.generic) else value for value in found]
         return cls(name, "category", tuple(values))
@@ -77,7 +79,8 @@ class Column:
 
         if self.kind != "category":
             if not (pd.api.types.is_bool_dtype(column.dtype) or pd.api.types.is_numeric_dtype(column.dtype)):
-                raise UserError(self._unfit(column, where, start))
+                self.check_numbers(column, where, start)
+                column = pd.to_numeric(column)
             with np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
                 return column.to_numpy(np.float32, na_value=np.nan)[:, None]
         missing = column.isna().to_numpy(bool)
@@ -87,28 +90,36 @@ class Column:
         else:
             if not pd.api.types.is_numeric_dtype(column.dtype):
                 raise UserError(self._unfit(column, where, start))
-            codes = pd.Index(np.array(self.categories, np.float64)).get_indexer(pd.Index(column.to_numpy(np.float64, na_value=np.nan)))
+            codes = pd.Index(np.array(self.categories, np.float64)).get_indexer(
+                pd.Index(column.to_numpy(np.float64, na_value=np.nan))
+            )
         unknown = (codes < 0) & ~missing
         if unknown.any():
             row = int(unknown.argmax())
             raise UserError(
-                f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0), which the training "
-                f"data did not have: {nearest(str(column.iloc[row]), self.categories)}; correct it or leave the row out"
+                f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0), which the "
+                f"training data did not have: {nearest(str(column.iloc[row]), self.categories)}; correct it or leave the row out"
             )
         values = (codes[:, None] == np.arange(len(self.categories))).astype(np.float32)
         values[missing] = np.nan
         return values
 
-    def _unfit(self, column: pd.Series[Any], where: str, start: int) -> str:
-        """Where a column of numbers holds something else."""
+    def check_numbers(self, column: pd.Series[Any], where: str, start: int = 0) -> None:
+        """Refuse text that stands for no number, or no truth value, in a column of them; with the row of the first."""
         import pandas as pd
 
-        bad = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).to_numpy(bool)
-        what = {"number": "a number", "truth": "true or false", "category": "a number"}[self.kind]
-        if not bad.any():
-            return f"{where}: column {self.name!r} is {column.dtype}; expected {what} in each row"
-        row = int(bad.argmax())
-        return f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0); expected {what}"
+        if self.is_text:
+            return
+        there = column.notna()
+        fine = pd.to_numeric(column, errors="coerce").notna()
+        if self.kind == "truth":
+            fine |= column.astype("string").str.lower().isin(("true", "false")).fillna(False)
+        bad = (there & ~fine).to_numpy(bool)
+        if bad.any():
+            row, what = int(bad.argmax()), "true or false" if self.kind == "truth" else "a number"
+            raise UserError(
+                f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0); expected {what}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

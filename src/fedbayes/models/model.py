@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,14 @@ from fedbayes.errors import UserError
 from fedbayes.models.likelihoods import Likelihood, Normal
 
 Apply = Callable[[Params, Shaped[Array, "n ..."]], Float[Array, "n k"]]
+P = ParamSpec("P")
+
+
+class Recipe(NamedTuple):
+    """The function of this package that made a model, and its arguments."""
+
+    maker: str
+    arguments: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +56,24 @@ class Model:
     """From parameters and rows to the numbers that the last layer sees; None where the network has no such place."""
     readout: Apply | None = None
     """From parameters and features to outputs: `apply` is `readout` of `features`."""
+    recipe: Recipe | None = dataclasses.field(default=None, compare=False)
+    """How a file may say to make it again; None for anybody's own network."""
 
     def __repr__(self) -> str:
         return f"Model({self.name}, {self.likelihood})"
+
+
+def remembered(make: Callable[P, Model]) -> Callable[P, Model]:
+    """Let the models that a function makes know how they were made."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> Model:
+        model, bound = make(*args, **options), signature.bind(*args, **options)
+        bound.apply_defaults()
+        return dataclasses.replace(model, recipe=Recipe(make.__name__, dict(bound.arguments)))
+
+    return made
 
 
 class Network(nnx.Module):
@@ -232,7 +257,8 @@ def with_learned_scale(model: Model) -> Model:
 
 def after(model: Model, change: Callable[[Apply], Apply]) -> Model:
     """The model with its outputs changed, whether they are computed from rows or from features."""
-    return dataclasses.replace(model, apply=change(model.apply), readout=model.readout and change(model.readout))
+    readout = model.readout and change(model.readout)
+    return dataclasses.replace(model, apply=change(model.apply), readout=readout, recipe=None)
 
 
 def network_outputs(likelihood: Likelihood) -> int:

@@ -22,12 +22,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedbayes.errors import UserError
 from fedbayes.models.convolution import Padding, conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, likelihood_named
-from fedbayes.models.model import Model, Network, from_flax, network_outputs
+from fedbayes.models.model import Model, Network, from_flax, network_outputs, remembered
 from fedbayes.models.targets import in_units
 
 Init = str  # "torch" or "lecun"; not a Literal, so that a wrong word meets our error and not a type checker's
 
 
+@remembered
 def mlp(
     shape: tuple[int, ...],
     likelihood: Likelihood,
@@ -51,6 +52,7 @@ def mlp(
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="mlp")
 
 
+@remembered
 def cnn(
     shape: tuple[int, ...],
     likelihood: Likelihood,
@@ -82,6 +84,7 @@ def cnn(
     return from_flax(factory, likelihood, shape=shape, shift=shift, scale=scale, name="cnn")
 
 
+@remembered
 def mobilenet(
     shape: tuple[int, ...],
     likelihood: Likelihood,
@@ -122,6 +125,7 @@ MOBILENET_BLOCKS = (
 """Channels and stride of the first convolution and of each block after it."""
 
 
+@remembered
 def linear(shape: tuple[int, ...], likelihood: Likelihood, shift: Any = 0.0, scale: Any = 1.0, init: Init = "torch") -> Model:
     """A linear model with an intercept: logistic regression, least squares, Poisson regression.
 

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Shaped
 
 from fedbayes.algorithm import Params
 from fedbayes.models.likelihoods import Likelihood, Normal, Poisson
-from fedbayes.models.model import Apply, Model, after
+from fedbayes.models.model import Apply, Model, after, remembered
 
 
+@remembered
 def in_units(model: Model, mean: float, deviation: float) -> Model:
     """The model whose outputs are those of `model` for a target with mean 0 and deviation 1.
 
