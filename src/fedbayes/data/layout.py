@@ -89,16 +89,18 @@ class Column:
             codes = known.get_indexer(pd.Index(column.to_numpy(object), dtype=object))
         else:
             if not pd.api.types.is_numeric_dtype(column.dtype):
-                raise UserError(self._unfit(column, where, start))
+                self.check_numbers(column, where, start)
+                column = pd.to_numeric(column)
             codes = pd.Index(np.array(self.categories, np.float64)).get_indexer(
                 pd.Index(column.to_numpy(np.float64, na_value=np.nan))
             )
         unknown = (codes < 0) & ~missing
         if unknown.any():
             row = int(unknown.argmax())
+            word = str(column.iloc[row])
             raise UserError(
-                f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0), which the "
-                f"training data did not have: {nearest(str(column.iloc[row]), self.categories)}; correct it or leave the row out"
+                f"{where}: column {self.name!r} has {word!r} in row {start + row} (from 0), which the training data did not "
+                f"have: {nearest(word, self.categories)}; correct it or leave the row out"
             )
         values = (codes[:, None] == np.arange(len(self.categories))).astype(np.float32)
         values[missing] = np.nan

@@ -82,9 +82,11 @@ class Rows:
             assert block.y is not None
             gaps = np.isnan(block.y) if block.y.dtype.kind == "f" else block.y == MISSING
             if gaps.any():
+                row = block.start + int(gaps.argmax())
+                what = "number" if self.classes is None else "label"
                 raise UserError(
-                    f"{self.path}: column {self.layout.target!r} has no value in row {block.start + int(gaps.argmax())} (from 0); "
-                    "complete it or leave the row out"
+                    f"{self.path}: column {self.layout.target!r} has no {what} in row {row} (from 0); complete it or leave the "
+                    "row out"
                 )
             if block.unknown:
                 assert self.classes is not None
@@ -133,12 +135,13 @@ class Rows:
     def _text(self) -> Iterator[tuple[np.ndarray, Any]]:
         import pandas as pd
 
-        kinds = {"number": "Float64", "truth": "boolean"}
+        # Plain float64, so that numbers are parsed as they were when the model was trained.
         types: dict[str, Any] = {
-            column.name: "string" if column.is_text else kinds.get(column.kind, "Float64") for column in self.layout.columns
+            column.name: "string" if column.is_text else "boolean" if column.kind == "truth" else "float64"
+            for column in self.layout.columns
         }
-        if self.labelled and (self.classes is None or any(map(_is_text, self.classes))):
-            types[str(self.layout.target)] = "Float64" if self.classes is None else "string"
+        if self.labelled and self.classes is not None and any(map(_is_text, self.classes)):
+            types[str(self.layout.target)] = "string"
         options: dict[str, Any] = {"sep": self._separator, "usecols": self._wanted(), "chunksize": self.block}
         start = 0
         try:
@@ -181,7 +184,8 @@ class Rows:
                 part = part[:, None] if part.ndim == 1 else part
                 if part.shape[1:] != self.shape or part.dtype.kind not in "biuf":
                     raise UserError(
-                        f"{self.path}: x is {part.dtype} in rows of shape {part.shape[1:]}; expected numbers in rows of {self.shape}"
+                        f"{self.path}: x is {part.dtype} in rows of shape {part.shape[1:]}; expected numbers in rows "
+                        f"of shape {self.shape}"
                     )
                 with np.errstate(over="ignore"):
                     part = part if part.dtype == np.uint8 else part.astype(np.float32)
