@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes import __version__, keys, recipes, wire
+from fedbayes import __version__, keys, recipes, stances, wire
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Layout
@@ -34,8 +34,8 @@ from fedbayes.stances import likelihood_of
 KIND = "fedbayes posterior"
 SCHEMA = 1
 """Of the file; it grows when a field changes its meaning."""
-BLOCK = 256
-"""Rows that `table` predicts at once."""
+BLOCK = 1024
+"""Rows that `table` predicts at once; images as few as in an evaluation."""
 INTERVAL = (0.05, 0.95)
 CLOSE = 1e-3
 """How far the prediction that a file carries may be from the one that is found, as a share: processors round differently."""
@@ -139,11 +139,11 @@ class Posterior:
         deviation, the 5 % and 95 % quantiles of the mixture over draws, and the aleatoric and epistemic parts of the variance.
         """
         x = self.rows.check(x)
-        found = []
-        for start in range(0, len(x), BLOCK):
+        found, block = [], BLOCK if len(self.rows.shape) == 1 else stances.BLOCK
+        for start in range(0, len(x), block):
             # Always the same number of rows: one program, and a row's numbers do not depend on how many come after it.
-            part = x[start : start + BLOCK]
-            padded = np.pad(part, [(0, BLOCK - len(part))] + [(0, 0)] * (x.ndim - 1), mode="edge")
+            part = x[start : start + block]
+            padded = np.pad(part, [(0, block - len(part))] + [(0, 0)] * (x.ndim - 1), mode="edge")
             found.append(np.asarray(_table(self.algorithm, self.key, self.down, self.local, padded))[: len(part)])
         return np.concatenate(found)
 

