@@ -65,6 +65,7 @@ def elsewhere(tmp_path, monkeypatch):
         "docs/uncertainty.md",
         "docs/deploy.md",
         "docs/compare.md",
+        "docs/take-away.md",
     ],
 )
 def test_python_runs(page):
@@ -125,6 +126,7 @@ def test_no_page_is_forgotten():
         "docs/uncertainty.md",
         "docs/deploy.md",
         "docs/compare.md",
+        "docs/take-away.md",
     }
     assert pages <= tested
 
