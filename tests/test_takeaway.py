@@ -1,6 +1,7 @@
 """Personal models to take away: the same bits in another process, on another day; and a sentence for each bad file."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from scipy import stats
 from table import TABLE
 
 import fedbayes as fb
-from fedbayes import cli, wire
+from fedbayes import cli, posterior, wire
 from fedbayes.data.layout import Column, Layout
 from fedbayes.data.stream import Rows
 from fedbayes.evaluate import quantile
@@ -93,11 +94,23 @@ def mine(home):
 # A file says all that is needed
 
 
-@pytest.mark.parametrize("name", [*TABLE, "tempered"])
+@functools.partial(jax.jit, static_argnums=0)
+def adapted(algorithm, key, data):
+    """As `Fit.adapt` before the first round, in one program, which is quick to compile."""
+    down, local = algorithm.broadcast(key, algorithm.init_server(key)), algorithm.init_local(key, data)
+    return down, algorithm.adapt(key, down, local, data)
+
+
+OFTEN = {"fedavg", "fedbe", "fedvi", "knn-per", "tempered"}
+"""Whose states and options are of all kinds; the others take longer to compile than is worth waiting for each time."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in (*TABLE, "tempered")])
 def test_every_algorithm_comes_back_as_it_was(clients, model, name):
-    algorithm = fb.Tempered(TABLE["fedper"](model)) if name == "tempered" else TABLE[name](model)
+    algorithm = (fb.Tempered(TABLE["fedper"](model)) if name == "tempered" else TABLE[name](model)).planned(2, **clients.facts)
     x, y = clients.rows(str(clients.names[0]))
-    person = fit_of(algorithm, clients).adapt(x, y)
+    key, data = jax.random.key(0), fb.Data(x, y, np.ones(len(x), bool))
+    person = Posterior(algorithm, *adapted(algorithm, key, data), key, posterior.Rows.of(clients), {"for": "me"})
     person.save("me.safetensors")
     again = Posterior.load("me.safetensors")
     assert repr(again) == repr(person)
