@@ -142,7 +142,9 @@ class Rows:
         }
         if self.labelled and self.classes is not None and any(map(_is_text, self.classes)):
             types[str(self.layout.target)] = "string"
-        options: dict[str, Any] = {"sep": self._separator, "usecols": self._wanted(), "chunksize": self.block}
+        types |= dict.fromkeys((*self.ignored, *self.layout.aside), "string")
+        # All columns are read, as pandas cuts lines that are too long where it is told which to use.
+        options: dict[str, Any] = {"sep": self._separator, "chunksize": self.block}
         start = 0
         try:
             with pd.read_csv(self.path, dtype=types, dtype_backend="numpy_nullable", **options) as reader:
