@@ -68,21 +68,20 @@ def table():
     return pd.DataFrame(frame)
 
 
+def run(home, name, *options):
+    given = ["--data", home / "patients.csv", "--client-column", "hospital", "--rounds", 1, "--model", "mlp:4", "--hold-out", 1]
+    assert cli.main(list(map(str, ["run", name, *given, *options, "--out", home / name]))) == 0
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with patients.csv, the folder of a run over them, and one person's rows."""
     home = tmp_path_factory.mktemp("home")
     table().to_csv(home / "patients.csv", index=False)
     table()[:30].drop(columns="hospital").to_csv(home / "me.csv", index=False)
-    given = ["--data", home / "patients.csv", "--client-column", "hospital", "--rounds", 1, "--model", "mlp:4", "--hold-out", 1]
-    runs = {"fedper": ["--target", "ill", "--tune.lr", 0.1]}
-    runs["fedvi"] = ["--target", "pressure", "--ignore", "ill", "--constructor", 8, "--train.epochs", 1]
-    for name, options in runs.items():
-        assert cli.main(list(map(str, ["run", name, *given, *options, "--out", home / name]))) == 0
-    assert (
-        cli.main(list(map(str, ["personalise", home / "fedper", "--data", home / "me.csv", "--out", home / "me.safetensors"])))
-        == 0
-    )
+    run(home, "fedper", "--target", "ill", "--tune.lr", 0.1)
+    options = ["--data", home / "me.csv", "--out", home / "me.safetensors"]
+    assert cli.main(list(map(str, ["personalise", home / "fedper", *options]))) == 0
     return home
 
 
@@ -101,7 +100,7 @@ def adapted(algorithm, key, data):
     return down, algorithm.adapt(key, down, local, data)
 
 
-OFTEN = {"fedavg", "fedbe", "fedvi", "knn-per", "tempered"}
+OFTEN = {"fedavg", "fedbe", "fedvi", "tempered"}
 """Whose states and options are of all kinds; the others take longer to compile than is worth waiting for each time."""
 
 
@@ -349,6 +348,7 @@ def test_a_file_of_another_day_gives_what_it_gave_then():
     person = Posterior.load(GOLDEN / "posterior.safetensors")
     assert (GOLDEN / "posterior.safetensors").stat().st_size < 50_000
     assert repr(person) == then["repr"]
+    assert (person.uncertainty(golden_rows()).epistemic > 0).all()
     now = np.asarray(person.predict(golden_rows()))
     kept = np.array(then["probabilities"], np.float32)
     if then["machine"] == machine():
@@ -371,25 +371,28 @@ def write_golden(run, rows):
 
 
 def test_personalise_for_a_client_and_for_everybody(capfd, home):
-    run = home / "fedper"
-    code, out, _ = command(capfd, "personalise", run, "--out", "all.safetensors")
+    folder = home / "fedper"
+    code, out, _ = command(capfd, "personalise", folder, "--out", "all.safetensors")
     assert code == 0
     assert "for everybody; age, sex, smoker, pressure to ill: no, yes; 1 rounds on patients" in re.sub(r"\s+", " ", out)
     from fedbayes.commands.run import finished
 
-    fit, frame = finished(run), table()[:5]
+    fit, frame = finished(folder), table()[:5]
     data = fit.simulation.data
     held, trained = str(data.names[data.unseen][0]), str(data.names[~data.unseen][0])
-    code, _, err = command(capfd, "personalise", run, "--client", held, "--out", "x")
+    code, _, err = command(capfd, "personalise", folder, "--client", held, "--out", "x")
     assert f"client {held!r} was held out and never trained, so it has kept nothing; use --adapted" in err
-    assert command(capfd, "personalise", run, "--client", held, "--adapted", "--out", held)[0] == 0
-    assert command(capfd, "personalise", run, "--client", trained, "--out", trained)[0] == 0
+    assert command(capfd, "personalise", folder, "--client", held, "--adapted", "--out", held)[0] == 0
+    assert command(capfd, "personalise", folder, "--client", trained, "--out", trained)[0] == 0
     for path, options in (("all.safetensors", {}), (held, {"client": held, "adapted": True}), (trained, {"client": trained})):
         x = fit.simulation.data.layout.encode(frame, "x")
         assert_same(Posterior.load(path).predict(frame), fit.predict(x, **options))
 
 
+@pytest.mark.slow
 def test_rows_without_labels_and_a_numeric_target(capfd, home):
+    run(home, "fedvi", "--target", "pressure", "--ignore", "ill", "--constructor", 8)
+    capfd.readouterr()
     table()[:20][["sex", "age", "smoker"]].to_csv("bare.csv", index=False)
     table()[20:40].to_parquet("new.parquet")
     code, out, _ = command(capfd, "personalise", home / "fedvi", "--data", "bare.csv", "--out", "me.safetensors")
@@ -401,7 +404,6 @@ def test_rows_without_labels_and_a_numeric_target(capfd, home):
     rmse = np.sqrt(((found["mean"] - table()["pressure"][20:40].to_numpy()) ** 2).mean())
     assert err == f"20 rows predicted: out.csv\nthe file's 20 values were not used; RMSE {rmse:.4g}\n"
     np.testing.assert_allclose(found[["mean", "standard_deviation"]], person.predict(table()[20:40]), rtol=1e-5)
-    assert (found["epistemic_variance"] > 0).all()
     # A method that looks at labels is not content.
     code, _, err = command(capfd, "personalise", home / "fedper", "--data", "new.parquet", "--out", "x.safetensors")
     assert code == 0
@@ -510,7 +512,7 @@ def test_a_cut_off_npz_and_unknown_kinds(capfd, home):
 
 
 def test_options_that_do_not_fit(capfd, home):
-    run, me = home / "fedper", home / "me.csv"
+    me = home / "me.csv"
     for options, sentence in (
         (["--data", me, "--client", "h0", "--out", "x"], "data and client were both given"),
         (["--adapted", "--out", "x"], "adapted is for a client of the run"),
@@ -518,7 +520,7 @@ def test_options_that_do_not_fit(capfd, home):
         (["--out", "no/x"], "there is no folder no to write x to"),
         (["--data", me, "--out", me], "which is the data; choose another file"),
     ):
-        code, _, err = command(capfd, "personalise", run, *options)
+        code, _, err = command(capfd, "personalise", home / "fedper", *options)
         assert code == 2
         assert sentence in err
     code, _, err = command(capfd, "predict", home / "me.safetensors", "--data", me, "--out", me)
