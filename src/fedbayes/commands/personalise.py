@@ -74,10 +74,10 @@ def of_rows(fit: Fit, path: Path) -> Posterior:
         show(f"ignored: {', '.join(rows.ignored)}")
     labels = wire.adapt_reads_labels(fit.simulation.algorithm, data)
     if labels and not rows.labelled:
-        target = repr(data.layout.target) if data.layout.target else "for labels, which this data set has none of"
+        there = f"no column {rows.target!r}" if rows.target else "no column that says them in this data set's own classes"
         raise UserError(
-            f"{fit.result['algorithm']} adapts to rows with labels, but {path} has no column {target}; add it, or train a "
-            "method that needs none, such as fedvi"
+            f"{fit.result['algorithm']} adapts to rows with labels, but {path} has {there}; add it, or train a method that "
+            "needs none, such as fedvi"
         )
     x = np.concatenate([block.x for block in rows])
     return fit.adapt(x.astype(data.x.dtype) if data.x.dtype == np.float32 else x, rows.labels() if labels else None)

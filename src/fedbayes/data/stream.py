@@ -51,7 +51,9 @@ class Rows:
         if not self.kind:
             raise UserError(f"{path} is of an unknown kind; expected {FORMATS}")
         names = self._guarded(self._names)
-        self.labelled = layout.target is not None and layout.target in names
+        self.target = layout.target or ("y" if self.kind == ".npz" else "")
+        """The name that labels have in the file."""
+        self.labelled = self.target in names
         self.ignored: list[str] = []
         if self.kind == ".npz":
             if "x" not in names:
@@ -85,8 +87,7 @@ class Rows:
                 row = block.start + int(gaps.argmax())
                 what = "number" if self.classes is None else "label"
                 raise UserError(
-                    f"{self.path}: column {self.layout.target!r} has no {what} in row {row} (from 0); complete it or leave the "
-                    "row out"
+                    f"{self.path}: column {self.target!r} has no {what} in row {row} (from 0); complete it or leave the row out"
                 )
             if block.unknown:
                 assert self.classes is not None
@@ -126,11 +127,11 @@ class Rows:
             raise UserError(f"{self.path} is empty; expected the names of the columns and rows") from None
 
     def _wanted(self) -> list[str]:
-        return [column.name for column in self.layout.columns] + ([str(self.layout.target)] if self.labelled else [])
+        return [column.name for column in self.layout.columns] + ([self.target] if self.labelled else [])
 
     def _frame(self, frame: pd.DataFrame, start: int) -> tuple[np.ndarray, Any]:
         x = self.layout.encode(frame, str(self.path), start)
-        return x, frame[self.layout.target] if self.labelled else None
+        return x, frame[self.target] if self.labelled else None
 
     def _text(self) -> Iterator[tuple[np.ndarray, Any]]:
         import pandas as pd
@@ -141,7 +142,7 @@ class Rows:
             for column in self.layout.columns
         }
         if self.labelled and self.classes is not None and any(map(_is_text, self.classes)):
-            types[str(self.layout.target)] = "string"
+            types[self.target] = "string"
         types |= dict.fromkeys((*self.ignored, *self.layout.aside), "string")
         # All columns are read, as pandas cuts lines that are too long where it is told which to use.
         options: dict[str, Any] = {"sep": self._separator, "chunksize": self.block}
@@ -180,7 +181,7 @@ class Rows:
     def _arrays(self) -> Iterator[tuple[np.ndarray, Any]]:
         with zipfile.ZipFile(self.path) as archive:
             x = _member(archive, "x", self.block, str(self.path))
-            y = _member(archive, str(self.layout.target), self.block, str(self.path)) if self.labelled else None
+            y = _member(archive, self.target, self.block, str(self.path)) if self.labelled else None
             start = 0
             for part in x:
                 part = part[:, None] if part.ndim == 1 else part
@@ -193,7 +194,7 @@ class Rows:
                     part = part if part.dtype == np.uint8 else part.astype(np.float32)
                 labels = None if y is None else next(y, None)
                 if y is not None and (labels is None or labels.shape != part.shape[:1]):
-                    raise UserError(f"{self.path}: {self.layout.target} does not have one value for each row of x")
+                    raise UserError(f"{self.path}: {self.target} does not have one value for each row of x")
                 yield self.layout.complete(part, str(self.path), start), labels
                 start += len(part)
 
@@ -205,6 +206,9 @@ class Rows:
         values = pd.Series(target)
         if self.classes is None:
             return pd.to_numeric(values, errors="coerce").to_numpy(np.float32, na_value=np.nan), ""
+        if self.kind == ".npz" and values.dtype.kind in "iu" and any(map(_is_text, self.classes)):
+            # As when such a file was trained on: numbers beside names are places among them.
+            values = pd.Series([self.classes[y] if 0 <= y < len(self.classes) else str(y) for y in values], dtype=object)
         missing = values.isna().to_numpy(bool)
         known = values[~missing]
         if pd.api.types.is_float_dtype(known.dtype) and (known == known.round()).all():
@@ -217,7 +221,7 @@ class Rows:
             return labels, ""
         row = start + int((labels == UNKNOWN).argmax())
         word = words[int((codes < 0).argmax())]
-        return labels, f"column {self.layout.target!r} has {word!r} in row {row} (from 0), which is none of the classes"
+        return labels, f"column {self.target!r} has {word!r} in row {row} (from 0), which is none of the classes"
 
 
 def _is_text(word: str) -> bool:
