@@ -19,7 +19,10 @@ from fedbayes import __version__
 from fedbayes.errors import UserError
 
 COMMANDS = {
-    "quickstart": ("fedbayes.commands.quickstart", "compare four methods on the embedded digits (under a minute)"),
+    "quickstart": (
+        "fedbayes.commands.quickstart",
+        "what the library is for, in two minutes: digits, a mixed model, the page of the runs",
+    ),
     "run": ("fedbayes.commands.run", "train one algorithm: fedbayes run ALGORITHM --data … --rounds … --out DIR"),
     "compare": ("fedbayes.commands.compare", "train several algorithms over several seeds: one table with mean ± spread"),
     "fit": ("fedbayes.commands.fit", "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR"),

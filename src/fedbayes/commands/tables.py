@@ -168,7 +168,8 @@ def rich(sheet: Sheet) -> Table:
     )
     for place, heading in enumerate(sheet.headings):
         words = place < WORDS
-        table.add_column(heading, justify="left" if words else "right", no_wrap=words == sheet.wraps)
+        short = heading.replace("worst tenth", "worst\ntenth")  # so that words have room at 80 columns
+        table.add_column(short, justify="left" if words else "right", no_wrap=words == sheet.wraps)
     narrow = sheet.wraps and Console().width < NARROW
     for rows in sheet.sections:
         for place, row in enumerate(rows):
