@@ -15,7 +15,7 @@ from table import TABLE
 import fedbayes as fb
 from fedbayes import wire
 from fedbayes.deploy.coordinator import Coordinator
-from fedbayes.deploy.experiment import SiteData
+from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.deploy.site import Site, locked
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, mlp
@@ -224,9 +224,16 @@ def test_a_fingerprint_does_not_depend_on_what_a_process_did_before(kind, model,
     def experiment():
         if kind == "rows":
             return deployment(fedper(model), everyone, tmp_path)[0].experiment
-        data = partition(6, 6)
-        parts = [SiteData(one) for one in data.values()]
-        return deployment(plan(fb.PVI(population, silo, steps=3), data, ROUNDS), parts, tmp_path)[0].experiment
+
+        def own_population():
+            return population()
+
+        def own_silo(mean, data):
+            return silo(mean, data)
+
+        data = dict(enumerate(partition(6, 6).values()))
+        algorithm = fb.PVI(own_population, own_silo, steps=3).planned(ROUNDS, silos=2, rows=12)
+        return Experiment(algorithm, data[0], SiteData, ROUNDS, 2)
 
     jax.clear_caches()
     one = experiment()

@@ -125,7 +125,10 @@ class Experiment:
         def client(key: Any, down: Any, local: Any, given: Any) -> Any:
             return self.algorithm.client(key, down, local, whole(given))[0]
 
-        return jax.make_jaxpr(client, return_shape=True)(key, self.down, local, arrays)
+        given = (key, self.down, local, arrays)
+        # What a structured model finds out about itself is a part of its first trace; another function, as JAX keeps traces.
+        jax.eval_shape(lambda *given: client(*given), *given)
+        return jax.make_jaxpr(client, return_shape=True)(*given)
 
     @property
     def up(self) -> Any:
