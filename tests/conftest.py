@@ -30,6 +30,18 @@ with install_import_hook([f"fedbayes.{name}" for name in CHECKED], "beartype.bea
     from fedbayes.models import Categorical, mlp
 
 
+MEMORY = 2 * 2**30
+"""Bytes of a worker beyond which it forgets what it compiled; hundreds of tests would take six times as much."""
+
+
+@pytest.fixture(autouse=True)
+def within_memory():
+    yield
+    statm = Path("/proc/self/statm")
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > MEMORY:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def clients() -> Clients:
     """Six clients of different sizes, two of them unseen, whose rows two classes divide by a line."""

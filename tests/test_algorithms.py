@@ -149,7 +149,7 @@ def test_messages_survive_the_wire(name, model, clients):
         assert_same(wire.unpack(wire.pack(message), message, "message", finite=True), message)
 
 
-@each_algorithm
+@some_often
 def test_learns(name, model, clients):
     """A line divides the classes, so every method's best stance must get nearly all of it, also on unseen clients."""
     simulation = simulated(TABLE[name](model), clients, rounds=ROUNDS)

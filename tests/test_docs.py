@@ -61,11 +61,11 @@ def elsewhere(tmp_path, monkeypatch):
         "docs/contract.md",
         "docs/evaluation.md",
         "docs/hierarchical-bayes.md",
-        "docs/new-clients.md",
-        "docs/uncertainty.md",
+        pytest.param("docs/new-clients.md", marks=pytest.mark.slow),
+        pytest.param("docs/uncertainty.md", marks=pytest.mark.slow),
         "docs/deploy.md",
-        "docs/compare.md",
-        "docs/take-away.md",
+        pytest.param("docs/compare.md", marks=pytest.mark.slow),
+        pytest.param("docs/take-away.md", marks=pytest.mark.slow),
     ],
 )
 def test_python_runs(page):

@@ -72,8 +72,8 @@ def test_sfvi_is_exact_on_a_conjugate_hierarchy():
     ("damping", "sizes", "options"),
     [
         (0.5, (5, 3, 4), {}),
-        (1.0, (4, 4, 4), {"in_turn": True}),
-        (0.7, (4, 4, 4), {"cohort": 2}),
+        pytest.param(1.0, (4, 4, 4), {"in_turn": True}, marks=pytest.mark.slow),
+        pytest.param(0.7, (4, 4, 4), {"cohort": 2}, marks=pytest.mark.slow),
         pytest.param(1.0, (5, 3, 4), {"in_turn": True}, marks=pytest.mark.slow),
         pytest.param(0.7, (5, 3, 4), {"cohort": 2}, marks=pytest.mark.slow),
     ],
@@ -90,6 +90,7 @@ def test_pvi_is_exact_on_a_conjugate_hierarchy_however_silos_take_turns(damping,
         assert fit.bound[-9:].mean() == pytest.approx(EVIDENCE, abs=0.2)  # a round's estimate has a standard error of 0.15
 
 
+@pytest.mark.slow
 def test_sfvi_avg_of_silos_that_are_alike_is_sfvi():
     """Where each silo's data is the others', N/N_j copies of it are the data of all, so averaging costs nothing."""
     alike = {name: {"y": Y[:6]} for name in ("a", "b")}
@@ -109,6 +110,7 @@ def test_a_factor_may_be_negative_but_q_may_not():
     assert float(_proper_part(q, gaussian.Natural(jnp.zeros(1), -1e9 * jnp.eye(1)))) == 0.0
 
 
+@pytest.mark.slow
 def test_pvi_with_a_prior_that_is_not_gaussian():
     """A rate with a Gamma prior and Poisson counts: the posterior is Gamma, nearly normal on the log scale."""
 
@@ -126,6 +128,7 @@ def test_pvi_with_a_prior_that_is_not_gaussian():
     assert fit.result["ess"] > 0.95
 
 
+@pytest.mark.slow
 def test_empirical_bayes_finds_the_likelihood_s_best_parameter():
     """y_i ~ N(z_i, 1), z_i ~ N(0, τ²): with exact local posteriors τ² tends to mean(y²) − 1."""
 
@@ -167,6 +170,7 @@ def test_an_encoder_finds_what_each_unit_s_own_parameters_find():
         simulate(SFVI(population, silo, family=Family(encoder=lambda data: {"elsewhere": (1, 2)})), partition(12), 2)
 
 
+@pytest.mark.slow
 def test_subsampled_plates_and_partial_participation_reach_the_answer():
     fit = simulate(SFVI(population, sampled, lr=0.05, decay=1e-3), partition(6, 6), 4000, cohort=1)
     assert abs(float(fit.shared.eta.mean[0]) - MEAN) < 0.15 * DEVIATION
@@ -369,6 +373,7 @@ def test_k_hat_tells_a_q_that_is_too_narrow():
     assert fit.khat() > 0.7
 
 
+@pytest.mark.slow
 def test_importance_weights_mend_what_the_family_misses():
     """Without coupling q is a fifth too narrow; resampled by its weights it is right."""
     family = Family(coupled=False, draws=4)

@@ -292,6 +292,7 @@ def test_data_that_lacks_what_the_model_reads():
     refuses(mixed_population, silo, "silo reads 'x', which its data and what population returns do not have")
 
 
+@pytest.mark.slow
 def test_all_elements_of_a_subsampled_plate():
     """Given every element, the density is that of the plate without subsampling."""
 

@@ -152,7 +152,7 @@ def test_networks_are_made_again(name):
     assert_same(Posterior.load("shared.safetensors").draws(x), shared.draws(x))
 
 
-@pytest.mark.parametrize("likelihood", [None, Normal(2.0), Poisson()])
+@pytest.mark.parametrize("likelihood", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (Normal(2.0), Poisson()))])
 def test_numbers_keep_their_units(likelihood):
     data = fb.data.synthetic(clients=3, rows=8, features=2, classes=None)
     data = dataclasses.replace(data, y=np.round(np.abs(data.y) * 40 + 100)).standardised()
@@ -370,6 +370,7 @@ def write_golden(run, rows):
 # The commands
 
 
+@pytest.mark.slow
 def test_personalise_for_a_client_and_for_everybody(capfd, home):
     folder = home / "fedper"
     code, out, _ = command(capfd, "personalise", folder, "--out", "all.safetensors")

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import keys, reduce, trees, wire
+from fedbayes.algorithm import Reduce
 from fedbayes.cohort import broadcast, server_step
 from fedbayes.deploy.experiment import Experiment
 from fedbayes.deploy.site import locked
@@ -125,18 +126,16 @@ class Coordinator:
                 f"round {round} needs {least} of sites {_list(cohort)}, but only {_list(present) or 'none'} can be reached; "
                 "start the others, or lower `minimum`"
             )
-        request = self._request("round", round, down, present)
         partial, stacks, answered = None, {}, []
-        for reply in post.ask(request, self.experiment.patience):
+        largest: dict[str, float] = {}  # what the sums may have come to
+        for reply in post.ask(self._request("round", round, down, present), self.experiment.patience):
             number = reply.site
             try:
                 if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
-                up = self._accept(reply, round)
-                before = reduce.empty(self.experiment.up) if partial is None else partial
-                if not bool(_fits(before, up)):
-                    raise Refused("with it the sum is too large for its numbers")
-                partial = _added(before, up)
+                up, largest = self._accept(reply, round, largest)
+                partial = _added(reduce.empty(self.experiment.up) if partial is None else partial, up)
+                jax.block_until_ready(partial)  # what was added is free before the next answer comes
             except UserError as problem:
                 log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue
@@ -155,6 +154,7 @@ class Coordinator:
         if not bool(fine):
             raise UserError(f"round {round}: the server's state is no longer finite; try a smaller step size")
         self.state, self.round = state, round
+        del down, partial, stacked, state  # before the checkpoint, which is large too
         for number in answered:
             self.counted[number] = round
         self.history.append({"round": round, "sites": sorted(answered), **{k: float(v) for k, v in metrics.items()}})
@@ -220,8 +220,9 @@ class Coordinator:
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
-    def _accept(self, reply: Reply, round: int) -> Any:
-        """An upload that is as declared, stacked alone; the reply's arrays are taken out of it one by one."""
+    def _accept(self, reply: Reply, round: int, largest: dict[str, float]) -> tuple[Any, dict[str, float]]:
+        """An upload that is as declared, stacked alone, its arrays taken out of the reply one by one; and what the sums, which
+        were up to `largest`, may come to with it."""
         if reply.problem is not None:
             raise Refused(reply.problem)
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
@@ -234,9 +235,14 @@ class Coordinator:
             norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in self._judged(up)))
             if norm > self.experiment.norm:
                 raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
+        grown = {path: largest.get(path, 0.0) + weight_of(path, up) * peak(array) for path, array in reply.arrays.items()}
+        for path, array in reply.arrays.items():
+            if np.issubdtype(array.dtype, np.floating) and grown[path] > np.finfo(array.dtype).max:
+                raise Refused(f"with it the sum of {path} is too large for its numbers")
         del up
         moved = {path: jnp.asarray(reply.arrays.pop(path)[None]) for path in list(reply.arrays)}
-        return jax.tree.unflatten(jax.tree.structure(self.experiment.up), [moved[path] for path in self.experiment.paths])
+        structure = jax.tree.structure(self.experiment.up)
+        return jax.tree.unflatten(structure, [moved[path] for path in self.experiment.paths]), grown
 
     def _judged(self, up: Any) -> list[Any]:
         """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
@@ -270,12 +276,15 @@ def _added(partial: Any, up: Any) -> Any:
     return reduce.add(partial, up, jnp.ones(1))
 
 
-@jax.jit
-def _fits(partial: reduce.Partial, up: Any) -> Any:
-    """Whether a sum stays finite with one more upload, from the largest numbers of both."""
-    one = reduce.add(jax.tree.map(jnp.zeros_like, partial), up, jnp.ones(1))
-    largest = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a), initial=0) + jnp.max(jnp.abs(b), initial=0), partial, one)
-    return trees.finite(largest)
+def weight_of(path: str, up: Any) -> float:
+    """How much an upload's array counts in its sum."""
+    mean = reduce.declared(type(up))[path.split("/")[0]] is Reduce.MEAN
+    return float(getattr(up, "weight", 1.0)) if mean else 1.0
+
+
+def peak(array: np.ndarray) -> float:
+    """The largest absolute value, without a copy."""
+    return max(float(array.max()), -float(array.min())) if array.size else 0.0
 
 
 def _list(numbers: Any) -> str:

@@ -10,6 +10,8 @@ the round.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +33,8 @@ from fedbayes.errors import UserError
 log = logging.getLogger("fedbayes")
 POLL = 0.25
 """Seconds between two looks for answers."""
+M_MMAP_THRESHOLD = -3
+"""glibc's name for the size from which on an array has pages of its own."""
 GREETING = 120.0
 """Seconds that a node has to say which site it is."""
 AGAIN = 60.0
@@ -44,6 +48,8 @@ def server_app(experiment: Experiment) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         keep_compiled()
+        with contextlib.suppress(OSError, AttributeError):  # so that large arrays go back to the system when they are done
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
         log.setLevel(logging.INFO)
         log.handlers = logging.getLogger("flwr").handlers  # what goes elsewhere is discarded
         coordinator = Coordinator(experiment, Path(str(context.run_config.get("out") or "run")).expanduser())
@@ -176,7 +182,7 @@ class FlowerPost:
         for number, facts in request.facts.items():
             content = RecordDict({"facts": ConfigRecord(facts), "arrays": record})
             asked[self.node_of[number]] = (kind, content, str(facts["round"]))
-        del record, content  # what has been pushed is not kept
+        del request, record, content  # what has been pushed is not kept
         for node, reply in self._exchange(asked, patience):
             number = number_of[node]
             if reply.problem is not None and self.node_of.get(number) == node:
