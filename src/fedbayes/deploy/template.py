@@ -23,7 +23,8 @@ serverapp = "federation.app:server"
 clientapp = "federation.app:client"
 
 [tool.flwr.app.config]
-out = ""   # folder of the run at the server; flwr run … -c 'out="/somewhere"'
+out = ""     # folder of the run at the server; flwr run … -c 'out="/somewhere"'
+state = ""   # in Flower's simulation alone: folder of all sites' states; real sites have their own in --node-config
 
 [build-system]
 requires = ["hatchling"]
