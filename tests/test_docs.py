@@ -53,6 +53,9 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+GALLERY = [f"docs/gallery/{name}.md" for name in ("writers", "non-iid", "small-data", "hospitals", "to-flower")]
+
+
 # your-data.md is run by test_data_sources.py.
 @pytest.mark.parametrize(
     "page",
@@ -74,6 +77,36 @@ def test_python_runs(page):
     names = {"__name__": "page"}
     for block in found:
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping")
+@pytest.mark.parametrize("page", GALLERY)
+def test_the_gallery_runs_and_makes_its_pictures(page, capsys):
+    """With JAX as a reader has it; what a page says was printed is what its code prints, but for its last digits."""
+    names = {"__name__": "page"}
+    with other_peoples_code():
+        for block in blocks(page, "python"):
+            exec(compile(block, page, "exec"), names)
+    pictures = re.findall(r"\]\(\.\./images/(gallery-[\w-]+\.png)\)", text(page))
+    assert 1 <= len(pictures) <= 2
+    for picture in pictures:
+        assert Path(picture).stat().st_size > 5000
+        assert (ROOT / "docs" / "images" / picture).stat().st_size < 60_000
+    printed = capsys.readouterr().out
+    for shown in blocks(page, "text"):
+        for line in shown.splitlines():
+            alike(line, printed)
+
+
+def alike(line, printed):
+    """A printed line has the same words in the same order, and its numbers are near: other processors round differently."""
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    words = re.split(number, line)
+    found = re.search("".join(f"({number})".join(re.escape(word) for word in words)), printed)
+    assert found, line
+    for told, value in zip(re.findall(number, line), found.groups(), strict=True):
+        assert float(value) == pytest.approx(float(told), rel=0.3, abs=0.08), line
 
 
 @pytest.mark.slow
@@ -127,6 +160,7 @@ def test_no_page_is_forgotten():
         "docs/deploy.md",
         "docs/compare.md",
         "docs/take-away.md",
+        *GALLERY,
     }
     assert pages <= tested
 

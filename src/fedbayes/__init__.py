@@ -1,5 +1,13 @@
 """Bayesian federated learning on JAX: shared and personal posteriors over data that stays where it is.
 
+>>> import fedbayes as fb
+>>> clients = fb.data.load("digits", hold_out=5)
+>>> algorithm = fb.FedPer(fb.network("mlp", clients, hidden=(16,)))
+>>> fit = fb.simulate(algorithm, clients, rounds=2, cohort=5)
+>>> x, y = clients.rows("7", "test")
+>>> fit.predict(x[:3], client="7", adapted=True).shape
+(3, 10)
+
 Names are loaded when they are first used, so that `import fedbayes` and `fedbayes --help` do not wait for JAX.
 """
 

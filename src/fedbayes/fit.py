@@ -49,7 +49,12 @@ class Fit:
         return f"Fit({self.result['algorithm']}, {self.result['rounds']} rounds on {self.result['data']['name']})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{table(self.evaluation)}"
+        return f"{self!r}\n{self.evaluation.table()}"
+
+    def _repr_html_(self) -> str:
+        from fedbayes import notebook
+
+        return notebook.scores(repr(self), self.evaluation)
 
     def draws(self, x: Any, client: str | None = None, *, adapted: bool = False) -> Float[Array, "s n k"]:
         """Posterior draws of the likelihood's parameters for rows `x`.
@@ -122,16 +127,6 @@ class Fit:
         local = jax.tree.map(jnp.asarray, simulation.fresh)
         adapted = simulation.algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), simulation.down(), local, rows)
         return self._posterior(adapted, key, f"{len(x)} rows", len(x))
-
-
-def table(evaluation: Evaluation) -> str:
-    """The main figures of an evaluation as text, pooled over rows."""
-    names = ("rmse", "log_score", "calibration_error") if evaluation.numeric else ("accuracy", "log_score", "ece")
-    lines = [f"{'stance':10}{'clients':15}" + "".join(f"{name:>18}" for name in names)]
-    for stance, groups in evaluation.summary().items():
-        for group, figures in groups.items():
-            lines.append(f"{stance:10}{group:15}" + "".join(f"{figures[name]['rows']:18.4f}" for name in names))
-    return "\n".join(lines)
 
 
 @overload

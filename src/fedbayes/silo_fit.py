@@ -60,6 +60,11 @@ class SiloFit:
     def __str__(self) -> str:
         return f"{self!r}\n{table(self.result)}"
 
+    def _repr_html_(self) -> str:
+        from fedbayes import notebook
+
+        return notebook.silos(self)
+
     @property
     def shared(self) -> variational.Shared:
         """η_G and θ."""

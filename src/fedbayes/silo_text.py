@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 
+KEYS = ("mean", "sd", "5%", "95%")
+HEADINGS = ("mean", "sd", "5 %", "95 %")
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """A line for each number: its name and its figures; a parameter has a value alone."""
+    posterior = [[name, *(f"{found[key]:.3f}" for key in KEYS)] for name, found in result["posterior"].items()]
+    return posterior + [[name, f"{value:.3f}", "—", "—", "—"] for name, value in result["theta"].items()]
+
+
 def table(result: dict[str, Any]) -> str:
     """The figures of a fit as text."""
-    lines = [f"{'':24}{'mean':>10}{'sd':>10}{'5 %':>10}{'95 %':>10}"]
+    lines = [f"{'':24}" + "".join(f"{heading:>10}" for heading in HEADINGS)]
     for name, figures in result["posterior"].items():
-        lines.append(f"{name:24}" + "".join(f"{figures[key]:10.3f}" for key in ("mean", "sd", "5%", "95%")))
+        lines.append(f"{name:24}" + "".join(f"{figures[key]:10.3f}" for key in KEYS))
     for name, value in result["theta"].items():
         lines.append(f"{name:24}{value:10.3f}    (a parameter: no posterior)")
     return "\n".join([*lines, verdict(result)])

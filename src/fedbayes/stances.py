@@ -39,6 +39,27 @@ class Evaluation(NamedTuple):
     unseen: np.ndarray
     numeric: bool
 
+    def __repr__(self) -> str:
+        held_out = f", {self.unseen.sum()} of them unseen" if self.unseen.any() else ""
+        return f"Evaluation({', '.join(self.scores)} of {len(self.unseen)} clients{held_out}, after round {self.round})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.table()}"
+
+    def _repr_html_(self) -> str:
+        from fedbayes import notebook
+
+        return notebook.scores(repr(self), self)
+
+    def table(self) -> str:
+        """The main figures as text, pooled over rows."""
+        names = ("rmse", "log_score", "calibration_error") if self.numeric else ("accuracy", "log_score", "ece")
+        lines = [f"{'stance':10}{'clients':15}" + "".join(f"{name:>18}" for name in names)]
+        for stance, groups in self.summary().items():
+            for group, figures in groups.items():
+                lines.append(f"{stance:10}{group:15}" + "".join(f"{figures[name]['rows']:18.4f}" for name in names))
+        return "\n".join(lines)
+
     def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
         """stance → participating or unseen → figure → rows, clients, spread, worst_tenth."""
         found: dict[str, dict[str, Any]] = {}

@@ -17,7 +17,7 @@ from fedbayes.commands.options import parse, python_file, write_json
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
 from fedbayes.silo_fit import ROUNDS, SiloFit
-from fedbayes.silo_text import verdict
+from fedbayes.silo_text import HEADINGS, rows, verdict
 
 NEEDED = ("population", "silo", "silos")
 USAGE = """usage: fedbayes fit FILE [--algorithm NAME] [options]
@@ -119,14 +119,12 @@ def load(path: Path) -> ModuleType:
 
 def posterior_table(fit: SiloFit) -> Table:
     """The posterior of what all silos share."""
-    result, table = fit.result, Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for heading in ("mean", "sd", "5 %", "95 %"):
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    for name, figures in result["posterior"].items():
-        table.add_row(name, *(f"{figures[key]:.3f}" for key in ("mean", "sd", "5%", "95%")))
-    for name, value in result["theta"].items():
-        table.add_row(name, f"{value:.3f}", "—", "—", "—")
+    for row in rows(fit.result):
+        table.add_row(*row)
     if not table.rows:
         table.add_row("too many numbers to list: see posterior.nc")
     return table

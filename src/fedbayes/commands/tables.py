@@ -1,9 +1,10 @@
-"""Tables of results and of differences, and the three forms that they are written in: terminal, Markdown and LaTeX."""
+"""Tables of results and of differences, and the forms that they are written in: terminal, Markdown, LaTeX and HTML."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from html import escape as escaped_html
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,6 +228,27 @@ def latex(sheet: Sheet) -> str:
             r"\end{table}",
         ]
     )
+
+
+def html(sheet: Sheet, words: int = WORDS) -> str:
+    """For a notebook: the first `words` columns are words, the others numbers.
+
+    >>> html(Sheet("a < b", "", ["who", "n"], [[[Cell("you"), Cell("1", True)]]]), words=1).splitlines()[1]
+    '<caption style="text-align: left">a &lt; b</caption>'
+    """
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        sides = ("left" if place < words else "right" for place in range(len(cells)))
+        return "".join(f'<{tag} style="text-align: {side}">{cell}</{tag}>' for side, cell in zip(sides, cells, strict=True))
+
+    def written(one: Cell) -> str:
+        return f"<b>{escaped_html(one.text)}</b>" if one.bold else escaped_html(one.text)
+
+    heading = f"<thead><tr>{line('th', list(map(escaped_html, sheet.headings)))}</tr></thead>" if sheet.headings else ""
+    rows = [f"<tr>{line('td', [written(one) for one in row])}</tr>" for rows in sheet.sections for row in rows]
+    caption = f'<caption style="text-align: left">{escaped_html(sheet.title)}</caption>'
+    below = f"<small>{escaped_html(sheet.caption)}</small>" if sheet.caption else ""
+    return "\n".join(filter(None, ["<table>", caption, heading, "<tbody>", *rows, "</tbody>", "</table>", below]))
 
 
 SPECIAL = {

@@ -82,6 +82,11 @@ class Clients:
         target = "numeric target" if self.classes is None else f"{len(self.classes)} classes"
         return f"Clients({self.name}: {len(self)} clients{unseen}, {len(self.x)} rows of {self.shape}, {target})"
 
+    def _repr_html_(self) -> str:
+        from fedbayes import notebook
+
+        return notebook.clients(self)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one row of x."""

@@ -102,8 +102,14 @@ def describe(clients: Clients) -> str:
         f"rows per client: {rows.min()} to {rows.max()}, median {np.median(rows):g}",
         f"target: {'numeric' if clients.classes is None else f'{len(clients.classes)} classes'}",
         "",
+        *_aligned(table(clients)),
     ]
-    shown = len(clients) if len(clients) <= SHOWN else SHOWN - 2
+    return "\n".join([*lines, *filter(None, [note(clients)])])
+
+
+def table(clients: Clients) -> list[list[str]]:
+    """A heading, a line for each client or for the first ones if they are many, and a line for all."""
+    shown = _shown(clients)
     if clients.classes is None:
         header, cells, total = _numbers(clients, shown)
     elif len(clients.classes) > COLUMNS:
@@ -112,16 +118,22 @@ def describe(clients: Clients) -> str:
         counts = label_counts(clients)
         header, cells, total = list(clients.classes), counts[:shown].astype(str).tolist(), counts.sum(0).astype(str).tolist()
     names = [_short(str(name)) + (" *" if out else "") for name, out in zip(clients.names, clients.unseen, strict=True)]
-    table = [["client", "train", "test", *map(_short, header)]]
+    lines = [["client", "train", "test", *map(_short, header)]]
     for i in range(shown):
-        table.append([names[i], str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]])
+        lines.append([names[i], str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]])
     if shown < len(clients):
-        table.append([f"… {len(clients) - shown} more"] + [""] * (len(table[0]) - 1))
-    table.append(["all", str(clients.train_counts.sum()), str(clients.test_counts.sum()), *total])
-    lines += _aligned(table)
-    if any(name.endswith(" *") for name in names[:shown]):
-        lines.append("* unseen: never trains")
-    return "\n".join(lines)
+        lines.append([f"… {len(clients) - shown} more"] + [""] * (len(lines[0]) - 1))
+    lines.append(["all", str(clients.train_counts.sum()), str(clients.test_counts.sum()), *total])
+    return lines
+
+
+def note(clients: Clients) -> str:
+    """What a mark in the table means, where there is one."""
+    return "* unseen: never trains" if clients.unseen[: _shown(clients)].any() else ""
+
+
+def _shown(clients: Clients) -> int:
+    return len(clients) if len(clients) <= SHOWN else SHOWN - 2
 
 
 def _many_classes(classes: tuple[str, ...], counts: np.ndarray, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
