@@ -1,4 +1,4 @@
-"""What Python shows of objects, in words and in a notebook's HTML; what `fb.` lists; and wrong calls that are told in a sentence."""
+"""What Python shows of objects, in words and in a notebook; what `fb.` lists; wrong calls that are told in a sentence."""
 
 import subprocess
 import sys
@@ -125,3 +125,45 @@ def test_names_are_listed_before_they_are_loaded():
     assert all(getattr(fb, name) is not None for name in listed)
 
 
+def test_a_posterior_says_for_whom_it_is(fit, clients):
+    table = shown(fit.posterior_of("3"))
+    assert repr(fit.posterior_of("3")) in table.words
+    facts = dict(table.rows)
+    assert facts["for"] == "client 3"
+    assert facts["training rows"] == str(clients.train_counts[3])
+    assert facts["predicts"] == "0, 1"
+    assert facts["data"] == "six"
+
+
+WRONG = {
+    "rounds is 0, but a run has at least one": lambda fit, a, c: fb.simulate(a, c, rounds=0),
+    "rounds is 2.5, but it is a whole number": lambda fit, a, c: fb.simulate(a, c, rounds=2.5),
+    "rounds is '5', but it is a whole number": lambda fit, a, c: fb.simulate(a, c, rounds="5"),
+    "the cohort is 7 clients a round, but only 4 take part": lambda fit, a, c: fb.simulate(a, c, 1, cohort=7),
+    "the cohort is 'all', but it is a whole number": lambda fit, a, c: fb.simulate(a, c, 1, cohort="all"),
+    "seed is 'a', but a seed is a whole number": lambda fit, a, c: fb.simulate(a, c, 1, seed="a"),
+    "clients is 'lop', but it is how they run": lambda fit, a, c: fb.simulate(a, c, 1, clients="lop"),
+    "there is no stance 'globl'": lambda fit, a, c: fb.assess(fit.simulation, ("globl",)),
+    "the stances are 'global', but they are a tuple": lambda fit, a, c: fb.simulate(a, c, 1, stances="global"),
+    "data is list, but it is Clients": lambda fit, a, c: fb.simulate(a, [c], 1),
+    "the algorithm is FedAvg, but it is one with its network": lambda fit, a, c: fb.simulate(fb.FedAvg, c, 1),
+    "the algorithm is 'fedavg', but it is one with its network": lambda fit, a, c: fb.simulate("fedavg", c, 1),
+    "the model is 'mlp', but it is a network for the data": lambda fit, a, c: fb.simulate(fb.FedPer("mlp"), c, 1),
+    "cannot read rows of shape (2,)": lambda fit, a, c: fb.simulate(a, fb.data.synthetic(clients=3, rows=8, features=2), 1),
+    "no parameter lies under 'nope'": lambda fit, a, c: fb.simulate(fb.FedPer(a.model, personal=("nope",)), c, 1),
+    "they are a tuple of paths, such as ('head',)": lambda fit, a, c: fb.simulate(fb.FedPer(a.model, personal="head"), c, 1),
+    "hidden is 64, but it is a tuple of widths": lambda fit, a, c: fb.network("mlp", c, hidden=64),
+    "six has no client 'nobody'": lambda fit, a, c: fit.predict(np.ones((2, 4)), client="nobody"),
+    "a name is text, such as '0'": lambda fit, a, c: fit.predict(np.ones((2, 4)), client=3),
+    "there are no rows 'tests' of a client": lambda fit, a, c: c.rows("3", "tests"),
+    "x is float64 of shape (2, 5); expected finite numbers": lambda fit, a, c: fit.predict(np.ones((2, 5))),
+    "rows differ in length": lambda fit, a, c: fit.predict([[1, 2], [1]]),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_calls_are_told_in_a_sentence(sentence, fit, clients):
+    with pytest.raises(fb.UserError) as problem:
+        WRONG[sentence](fit, fit.simulation.algorithm, clients)
+    assert sentence in str(problem.value)
+    assert "\n" not in str(problem.value)

@@ -17,15 +17,16 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import __version__, keys, wire
-from fedbayes.algorithm import Data
+from fedbayes.algorithm import Algorithm, Data
 from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Uncertainty
+from fedbayes.models import Model
 from fedbayes.posterior import Posterior, Rows
 from fedbayes.runs import SCHEMA, Run, about, describe, describe_data, fingerprint, title
-from fedbayes.simulator import Diverged, Round, Simulation
-from fedbayes.stances import STANCES, Evaluation, assess
+from fedbayes.simulator import Diverged, Round, Simulation, round_count
+from fedbayes.stances import STANCES, Evaluation, assess, check_stances
 from fedbayes.states import States
 
 if TYPE_CHECKING:
@@ -149,6 +150,11 @@ def simulate(
     >>> fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
     Fit(FedAvg, 2 rounds on digits)
     """
+    if not isinstance(algorithm, Algorithm):
+        given = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+        raise UserError(f"the algorithm is {given}, but it is one with its network or model, such as fb.FedAvg(model)")
+    if isinstance(model := getattr(algorithm, "model", None), str):
+        raise UserError(f"the model is {model!r}, but it is a network for the data: fb.network({model!r}, clients)")
     if isinstance(data, Clients):
         return simulate_clients(algorithm, data, 100 if rounds is None else rounds, **options)
     if not isinstance(data, Mapping):
@@ -208,8 +214,8 @@ def simulate_clients(
     >>> fit.predict(x[:2], client="3", adapted=True).shape
     (2, 10)
     """
-    if rounds < 1:
-        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    rounds = round_count(rounds)
+    check_reads(algorithm, data)
     if not 0 <= average_last <= rounds:
         raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
     algorithm = algorithm.planned(rounds, **data.facts)
@@ -228,8 +234,7 @@ def simulate_clients(
         "model": fingerprint(algorithm, data),
         **(config or {}),
     }
-    if unknown := [stance for stance in stances if stance not in STANCES]:
-        raise UserError(f"there is no stance {unknown[0]!r}; choose from {', '.join(STANCES)}")
+    check_stances(stances)
     # All that can be wrong is found before anything is written, and before a run that is there is removed.
     leaves = wire.manifest(algorithm, data)
     wire.check(leaves)
@@ -297,6 +302,19 @@ def simulate_clients(
         run.finish(result, evaluation)
     tell("finished", result)
     return Fit(simulation, evaluation, result, history)
+
+
+def check_reads(algorithm: AnyAlgorithm, data: Clients) -> None:
+    """Refuse a network that was made for other rows."""
+    if isinstance(model := getattr(algorithm, "model", None), Model):
+        row = jax.ShapeDtypeStruct((1, *data.shape), data.x.dtype)
+        try:
+            jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0)), row)
+        except (TypeError, ValueError) as problem:
+            raise UserError(
+                f"{model} cannot read rows of shape {data.shape} ({str(problem).splitlines()[0]}); make one for this data, "
+                'such as fb.network("mlp", clients)'
+            ) from problem
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ def clients(data: Clients) -> str:
 
 
 def facts(title: str, found: dict[str, Any]) -> str:
-    """A line for each fact that has a value."""
-    return _table(title, [], [[name, str(value)] for name, value in found.items() if value not in (None, "")])
+    """A line for each fact that is known."""
+    return _table(title, [], [[name, str(value)] for name, value in found.items() if value is not None])
 
 
 def _table(title: str, headings: list[str], lines: list[list[str]], caption: str = "") -> str:

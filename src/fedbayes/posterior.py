@@ -104,6 +104,27 @@ class Posterior:
         name = f"{title(self.algorithm)} with {getattr(model, 'name', 'a model')}"
         return f"Posterior({name}, for {self.made.get('for', 'somebody')}; {inputs} to {aim}{where})"
 
+    def _repr_html_(self) -> str:
+        from fedbayes import notebook
+
+        return notebook.facts(repr(self), self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, for whom, and what it was made from."""
+        data = self.made.get("data", {})
+        return {
+            "algorithm": title(self.algorithm),
+            "network": getattr(getattr(self.algorithm, "model", None), "name", None),
+            "for": self.made.get("for"),
+            "training rows": self.made.get("rows"),
+            "reads": ", ".join(column.name for column in self.rows.layout.columns) or f"rows of shape {self.rows.shape}",
+            "predicts": "a number" if self.rows.classes is None else ", ".join(self.rows.classes),
+            "data": data.get("name"),
+            "rounds": self.made.get("rounds"),
+            "seed": self.made.get("seed"),
+            "fedbayes": self.made.get("fedbayes"),
+        }
+
     @property
     def numeric(self) -> bool:
         """Whether it predicts numbers rather than labels."""
@@ -220,7 +241,10 @@ def _table(algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, local: Any, x:
 
 def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Rows of features, refused where they are not finite numbers in rows of this shape."""
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError:
+        raise UserError(f"x is {type(x).__name__} whose rows differ in length; expected rows of shape {shape}") from None
     if x.shape[1:] != shape or not len(x) or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
         raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
     return x

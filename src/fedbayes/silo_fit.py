@@ -24,7 +24,7 @@ from fedbayes.models.structured import Structured, inseparable, numbers
 from fedbayes.runs import SCHEMA, Run, about, describe, read_json
 from fedbayes.silo_text import table
 from fedbayes.silos import SiloSimulation
-from fedbayes.simulator import Diverged
+from fedbayes.simulator import Diverged, round_count
 from fedbayes.trees import quietly
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ def fit_silos(
     """
     if rounds is None:
         rounds = getattr(algorithm, "rounds", None) or ROUNDS.get(type(algorithm).__name__, 100)
-    if rounds < 1:
-        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    rounds = round_count(rounds)
     algorithm = silos.plan(algorithm, data, rounds)
     simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
     messages = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 KEYS = ("mean", "sd", "5%", "95%")
 HEADINGS = ("mean", "sd", "5 %", "95 %")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,8 +126,12 @@ class Simulation:
         folder: Path | None = None,
     ) -> None:
         self.algorithm, self.data, self.seed, self.mode = algorithm, data, seed, clients
+        if not isinstance(seed, numbers.Integral):
+            raise UserError(f"seed is {seed!r}, but a seed is a whole number")
         if seed < 0:
             raise UserError(f"seed is {seed}, but a seed is not negative")
+        if clients not in ("vmap", "loop"):
+            raise UserError(f"clients is {clients!r}, but it is how they run: 'vmap' or 'loop'")
         self.cohort = cohort_size(cohort, len(data.participants))
         if not 0 <= dropout < 1:
             raise UserError(f"dropout is {dropout}, but it is the share of a cohort that does not answer: at least 0, below 1")
@@ -306,14 +311,23 @@ def cohort_size(cohort: int | float | None, population: int, who: str = "clients
         raise UserError("no client is left to train: all are held out; hold out fewer")
     if cohort is None:
         return population
-    if not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
-        raise UserError(f"the cohort is {cohort}, but it is a whole number of {who}, or a share of them up to 1")
+    if not isinstance(cohort, numbers.Real) or not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
+        raise UserError(f"the cohort is {cohort!r}, but it is a whole number of {who}, or a share of them up to 1")
     size = round(cohort * population) if isinstance(cohort, float) and cohort <= 1 else int(cohort)
     if size > population:
         raise UserError(f"the cohort is {size} {who} a round, but only {population} take part; choose at most that many")
     if size < 1:
         raise UserError(f"the cohort is {cohort}, but a round needs at least one of the {who}")
     return size
+
+
+def round_count(rounds: Any) -> int:
+    """A number of rounds, checked."""
+    if not isinstance(rounds, numbers.Integral):
+        raise UserError(f"rounds is {rounds!r}, but it is a whole number")
+    if rounds < 1:
+        raise UserError(f"rounds is {rounds}, but a run has at least one")
+    return int(rounds)
 
 
 def group_width(state: Any, local: Any) -> int:

@@ -75,6 +75,7 @@ def assess(
     simulation: Simulation, stances: tuple[str, ...] = STANCES, progress: Callable[[int], None] | None = None
 ) -> Evaluation:
     """Score every client in the given stances, as the simulation stands now."""
+    check_stances(stances)
     data, algorithm = simulation.data, simulation.algorithm
     key, down = keys.of_round(simulation.seed, simulation.round), simulation.down()
     found = {stance: no_scores(len(data)) for stance in stances}
@@ -100,6 +101,14 @@ def assess(
             if progress is not None:
                 progress(len(ids))
     return Evaluation(simulation.round, found, data.unseen, is_numeric(likelihood_of(algorithm)))
+
+
+def check_stances(stances: tuple[str, ...]) -> None:
+    """Refuse a stance that there is not."""
+    if isinstance(stances, str):
+        raise UserError(f"the stances are {stances!r}, but they are a tuple of names, such as ({stances!r},)")
+    if unknown := [stance for stance in stances if stance not in STANCES]:
+        raise UserError(f"there is no stance {unknown[0]!r}; choose from {', '.join(STANCES)}")
 
 
 def likelihood_of(algorithm: AnyAlgorithm) -> Likelihood:

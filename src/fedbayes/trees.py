@@ -38,6 +38,8 @@ def split(tree: Params, prefixes: Sequence[str], *, whole: bool = False) -> tupl
     ({'body': None, 'head': 2.0}, {'body': 1.0, 'head': None})
     """
     paths = list(named(tree))
+    if isinstance(prefixes, str):
+        raise UserError(f"the layers are {prefixes!r}, but they are a tuple of paths, such as ({prefixes!r},)")
     for prefix in prefixes:
         if not any(_under(path, prefix) for path in paths):
             raise UserError(f"no parameter lies under {prefix!r}; the network has {', '.join(paths)}")

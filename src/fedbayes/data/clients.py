@@ -138,7 +138,8 @@ class Clients:
         """The place of a client by its name."""
         places = np.flatnonzero(self.names == name)
         if not len(places):
-            raise UserError(f"{self.name} has no client {name!r}; the first are {', '.join(map(str, self.names[:5]))}")
+            hint = "" if isinstance(name, str) else f"; a name is text, such as {str(self.names[0])!r}"
+            raise UserError(f"{self.name} has no client {name!r}; the first are {', '.join(map(str, self.names[:5]))}{hint}")
         return int(places[0])
 
     def rows(self, name: str, part: Literal["train", "test"] = "train") -> tuple[np.ndarray, np.ndarray]:
@@ -150,6 +151,8 @@ class Clients:
         ((1, 4), (1,))
         """
         i = self.index(name)
+        if part not in ("train", "test"):
+            raise UserError(f"there are no rows {part!r} of a client; choose 'train' or 'test'")
         middle = self.offsets[i] + self.train_counts[i]
         chosen = slice(self.offsets[i], middle) if part == "train" else slice(middle, self.offsets[i + 1])
         return np.array(self.x[chosen]), np.array(self.y[chosen])

@@ -155,6 +155,8 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
     for option in options:
         if option not in known:
             raise UserError(f"{name} has no option {option}; it has {', '.join(known)}")
+        if option in ("hidden", "channels") and isinstance(options[option], int):
+            raise UserError(f"{option} is {options[option]}, but it is a tuple of widths, such as ({options[option]},)")
     classes = None if clients.classes is None else len(clients.classes)
     if likelihood is None:
         likelihood = Normal(scale=None) if classes is None else Categorical(classes)
