@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,7 +125,7 @@ class Simulation:
         folder: Path | None = None,
     ) -> None:
         self.algorithm, self.data, self.seed, self.mode = algorithm, data, seed, clients
-        if not isinstance(seed, numbers.Integral):
+        if not isinstance(seed, int | np.integer):
             raise UserError(f"seed is {seed!r}, but a seed is a whole number")
         if seed < 0:
             raise UserError(f"seed is {seed}, but a seed is not negative")
@@ -311,7 +310,7 @@ def cohort_size(cohort: int | float | None, population: int, who: str = "clients
         raise UserError("no client is left to train: all are held out; hold out fewer")
     if cohort is None:
         return population
-    if not isinstance(cohort, numbers.Real) or not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
+    if not isinstance(cohort, int | float | np.number) or not math.isfinite(cohort) or (cohort > 1 and cohort != int(cohort)):
         raise UserError(f"the cohort is {cohort!r}, but it is a whole number of {who}, or a share of them up to 1")
     size = round(cohort * population) if isinstance(cohort, float) and cohort <= 1 else int(cohort)
     if size > population:
@@ -323,7 +322,7 @@ def cohort_size(cohort: int | float | None, population: int, who: str = "clients
 
 def round_count(rounds: Any) -> int:
     """A number of rounds, checked."""
-    if not isinstance(rounds, numbers.Integral):
+    if not isinstance(rounds, int | np.integer):
         raise UserError(f"rounds is {rounds!r}, but it is a whole number")
     if rounds < 1:
         raise UserError(f"rounds is {rounds}, but a run has at least one")
