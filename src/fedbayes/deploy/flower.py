@@ -48,8 +48,6 @@ def server_app(experiment: Experiment) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         keep_compiled()
-        with contextlib.suppress(OSError, AttributeError):  # so that large arrays go back to the system when they are done
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
         log.setLevel(logging.INFO)
         log.handlers = logging.getLogger("flwr").handlers  # what goes elsewhere is discarded
         coordinator = Coordinator(experiment, Path(str(context.run_config.get("out") or "run")).expanduser())
@@ -145,6 +143,8 @@ class FlowerPost:
     """Messages by Flower's grid, with a deadline of our own."""
 
     def __init__(self, grid: Grid, experiment: Experiment) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # so that large arrays go back to the system when they are done
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
         self.grid, self.experiment = grid, experiment
         self.node_of: dict[int, int] = {}
         self.refused: dict[int, float] = {}
