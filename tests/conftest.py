@@ -30,8 +30,8 @@ with install_import_hook([f"fedbayes.{name}" for name in CHECKED], "beartype.bea
     from fedbayes.models import Categorical, mlp
 
 
-MEMORY = 2 * 2**30
-"""Bytes of a worker beyond which it forgets what it compiled; hundreds of tests would take six times as much."""
+MEMORY = 3 * 2**30
+"""Bytes of a worker beyond which it forgets what it compiled; hundreds of tests would take twice as much and more."""
 
 
 @pytest.fixture(autouse=True)

@@ -177,6 +177,7 @@ def test_a_site_without_the_state_that_was_counted_refuses(model, everyone, tmp_
     site.train(coordinator.run, 3, 2, down)  # the state after round 2 is still there
 
 
+@pytest.mark.slow
 def test_looking_changes_nothing(model, everyone, tmp_path):
     """A site that personalises reads its state; a round that was trained after the last broadcast stays."""
     coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
@@ -291,6 +292,7 @@ def test_a_site_personalises_from_what_it_keeps(model, clients, everyone, tmp_pa
         Site(coordinator.experiment, 2, tmp_path / "nowhere", everyone[2]).personal()
 
 
+@pytest.mark.slow
 def test_result_is_written(model, everyone, tmp_path):
     coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
     result = coordinator.finish(post)
@@ -299,6 +301,7 @@ def test_result_is_written(model, everyone, tmp_path):
     assert wire.metadata((coordinator.folder / "checkpoint.safetensors").read_bytes())["round"] == 1
 
 
+@pytest.mark.slow
 def test_cohorts_are_the_simulators(model, clients, everyone, tmp_path):
     algorithm = fedper(model)
     coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS, cohort=2)

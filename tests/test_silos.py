@@ -362,6 +362,7 @@ def test_a_factor_is_a_likelihood_without_data():
     assert set(fit.local_posterior("s0", 10).groups()) == {"posterior"}
 
 
+@pytest.mark.slow
 def test_k_hat_tells_a_q_that_is_too_narrow():
     fit = simulate(SFVI(population, silo, lr=0.05, decay=1e-2), partition(5, 7), 1500)
     good = fit.khat()
@@ -431,6 +432,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypa
         fit_silos(algorithm, partition(4, 3, 5), 6, folder=tmp_path / "whole", resume=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_run(tmp_path):
     data, asked = partition(5, 7), []
     with pytest.raises(KeyboardInterrupt):

@@ -129,6 +129,7 @@ def test_bad_input_is_refused(model):
         Tempered(fb.FedPer(linear((4,), Normal(scale=1.0))))
 
 
+@pytest.mark.slow
 def test_uncertainty_of_rows_is_what_the_score_sums(clients, model):
     fit = fb.simulate(fb.BPFed(model, train=Training(1, "adam", 8, lr=0.01), draws=5), clients, 1)
     name = str(clients.names[0])
