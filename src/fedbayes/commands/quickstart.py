@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     show(
         "own rows, which FedVI does without their labels. An unseen client never trained before. Every client is scored on its"
     )
-    show("own test rows. BPFed's last layer is the client's own, so its shared model alone knows no labels.\n")
+    show("own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.\n")
     if SIX_CITIES.exists():
         show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py), by SFVI.\n")
         show(beside_nuts(six_cities()))
