@@ -70,6 +70,20 @@ def assert_same(one, other):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
+class Stop(Exception):
+    """Instead of a kill."""
+
+
+def stop_after(round):
+    """A callback that ends a run after a round."""
+
+    def callback(simulation, done):
+        if done.round == round:
+            raise Stop
+
+    return callback
+
+
 def simulated(algorithm, data, rounds, **options):
     """A simulation after some rounds, with schedules planned for as many."""
     from fedbayes.simulator import Simulation

@@ -124,6 +124,17 @@ def assert_state(server, expected):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6)
 
 
+def without(done, folder, tmp_path):
+    """A run in one process in whose rounds site 1 is missing where it was not counted."""
+    gone = {(1, entry["round"]): "lost" for entry in done if 1 not in entry["sites"]}
+    parts = [site_rows(rows(), str(number)) for number in range(SITES)]
+    algorithm = experiment_of(folder).algorithm
+    coordinator, post = deployment(algorithm, parts, tmp_path / "without", len(done), gone, minimum=1)
+    for _ in done:
+        coordinator.step(post)
+    return coordinator
+
+
 def rounds_done(server):
     path = server / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -233,12 +244,7 @@ def test_a_site_that_answers_badly_is_named_and_not_counted(tmp_path):
     for round, word in enumerate(("not finite", "is expected", "secret", "norm"), start=1):
         assert any(f"round {round}: the answer of site 1 is refused" in line and word in line for line in log.splitlines())
     assert "round 5: sites 1 are not counted" in log
-    gone = {(1, entry["round"]): "lost" for entry in done if 1 not in entry["sites"]}
-    parts = [site_rows(rows(), str(number)) for number in range(SITES)]
-    without, post = deployment(experiment_of(folder).algorithm, parts, tmp_path / "without", len(done), gone, minimum=1)
-    for _ in done:
-        without.step(post)
-    assert_state(tmp_path / "server", without.state)
+    assert_state(tmp_path / "server", without(done, folder, tmp_path).state)
 
 
 def test_a_site_that_is_killed_is_left_out_and_comes_back(tmp_path):
@@ -257,12 +263,7 @@ def test_a_site_that_is_killed_is_left_out_and_comes_back(tmp_path):
     counted = [1 in entry["sites"] for entry in done]
     assert counted[0]
     assert counted[counted.index(False) :].count(True)  # it came back
-    gone = {(1, entry["round"]): "lost" for entry in done if 1 not in entry["sites"]}
-    parts = [site_rows(rows(), str(number)) for number in range(SITES)]
-    without, post = deployment(experiment_of(folder).algorithm, parts, tmp_path / "without", len(done), gone, minimum=1)
-    for _ in done:
-        without.step(post)
-    assert_state(server, without.state)
+    assert_state(server, without(done, folder, tmp_path).state)
 
 
 def restarted(running, number):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_same
+from conftest import Stop, assert_same, stop_after
 from table import TABLE
 
 import fedbayes
@@ -85,18 +85,6 @@ def test_another_network_is_refused(finished, clients):
     for other in (mlp((4,), Categorical(2), hidden=(8,), init="lecun"), mlp((4,), Categorical(2), hidden=(8,), scale=2.0)):
         with pytest.raises(UserError, match="is a run with another model"):
             fit(other, clients, finished[0], evaluate_every=2, resume=True)
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_after(round):
-    def callback(simulation, done):
-        if done.round == round:
-            raise Stop
-
-    return callback
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 
 import pytest
+from conftest import Stop, stop_after
 
 import fedbayes as fb
 from fedbayes import cli, trackers
@@ -23,18 +24,6 @@ needs_mlflow = pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="there is no mlflow: pip install 'fedbayes[mlflow]'"
 )
 KINDS = [pytest.param("tensorboard", marks=needs_tensorboard), pytest.param("mlflow", marks=needs_mlflow)]
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_after(round):
-    def callback(simulation, done):
-        if done.round == round:
-            raise Stop
-
-    return callback
 
 
 def train(clients, model, tracker, folder, *callbacks, **options):

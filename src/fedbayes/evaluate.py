@@ -250,6 +250,8 @@ def pooled(scores: Score, members: np.ndarray | None = None) -> Score:
     return Score(*(np.asarray(value)[chosen].sum(axis=0, dtype=np.float64) for value in scores))
 
 
+SHOWN = {False: ("accuracy", "log_score", "ece"), True: ("rmse", "log_score", "calibration_error")}
+"""The main figures, for labels and for numbers."""
 HIGHER_IS_BETTER = {"accuracy", "log_score"}
 
 

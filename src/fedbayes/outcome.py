@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbayes import wire
 from fedbayes.comparison import Difference, best, differences, winners
 from fedbayes.errors import UserError
-from fedbayes.runs import read_json
-from fedbayes.stances import Evaluation, no_scores
+from fedbayes.runs import read_json, read_scores
+from fedbayes.stances import Evaluation
 from fedbayes.study import Job, Study
 from fedbayes.workers import Done, Progress, Task, perform_all, usual_processes
 
@@ -162,12 +161,5 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
 
 def read_run(folder: Path, end: Done) -> tuple[dict[str, Any], Evaluation]:
     """The result and the clients' scores of a finished run."""
-    result, path = read_json(folder / "result.json"), folder / "scores.safetensors"
-    unseen = np.array(end.unseen, bool)
-    template = {stance: no_scores(len(unseen)) for stance in result["stances"]}
-    try:
-        scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read ({problem.strerror}); --force starts the runs over") from None
-    scores = {stance: scores[stance] for stance in result["stances"]}  # in the order of the run, not of the file
-    return result, Evaluation(result["rounds"], scores, unseen, end.numeric)
+    result, unseen = read_json(folder / "result.json"), np.array(end.unseen, bool)
+    return result, Evaluation(result["rounds"], read_scores(folder, result["stances"], len(unseen)), unseen, end.numeric)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -33,7 +34,7 @@ from fedbayes.cohort import AnyAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.data.describe import facts
 from fedbayes.errors import UserError
-from fedbayes.evaluate import about_numbers
+from fedbayes.evaluate import Score, about_numbers
 from fedbayes.models import Model
 from fedbayes.simulator import Simulation
 from fedbayes.stances import Evaluation, no_scores
@@ -165,10 +166,8 @@ class Run:
 
     def outcome(self, simulation: Simulation) -> tuple[dict[str, Any], Evaluation]:
         """The result and the scores of a finished run, from its files."""
-        path = self.folder / "scores.safetensors"
-        template = {stance: no_scores(len(simulation.data)) for stance in self.config["stances"]}
         result = read_json(self.folder / "result.json")
-        scores = wire.unpack(path.read_bytes(), template, f"the scores {path}")
+        scores = read_scores(self.folder, self.config["stances"], len(simulation.data))
         numeric = about_numbers(result["metrics"])
         return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
 
@@ -261,6 +260,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def read_scores(folder: Path, stances: Sequence[str], clients: int) -> dict[str, Score]:
+    """Each client's score in each stance, in the order of the stances."""
+    path = folder / "scores.safetensors"
+    try:
+        content = path.read_bytes()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read ({problem.strerror}); --force starts the run over") from None
+    found = wire.unpack(content, {stance: no_scores(clients) for stance in stances}, f"the scores {path}", finite=True)
+    return {stance: found[stance] for stance in stances}
+
+
+def flat(content: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name.
+
+    >>> flat({"train": {"lr": 0.1}, "mu": None})
+    {'train.lr': 0.1, 'mu': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The content of one of a run's JSON files."""
     try:
@@ -291,3 +313,30 @@ def _digest(state: Any) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+@contextlib.contextmanager
+def locked(folder: Path, who: str = "", wait: float = 0.0) -> Iterator[int]:
+    """Nobody else in a folder meanwhile; gives the open file that holds it, which a child may inherit to hold it too.
+
+    `wait` is how many seconds another one has to be gone.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        end = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    whose = f"{who}: " if who else ""
+                    raise UserError(
+                        f"{whose}another process is working in {folder}; wait for it, or choose another folder"
+                    ) from None
+                time.sleep(0.05)
+        yield file
+    finally:
+        os.close(file)

@@ -18,7 +18,7 @@ from fedbayes import keys, trees
 from fedbayes.algorithm import Data
 from fedbayes.cohort import AnyAlgorithm, Padding, Rows, client_data, for_each
 from fedbayes.errors import UserError
-from fedbayes.evaluate import SHAPES, Score, blockwise, is_numeric, summary
+from fedbayes.evaluate import SHAPES, SHOWN, Score, blockwise, is_numeric, summary
 from fedbayes.models import Likelihood, Model
 from fedbayes.simulator import ADVICE, Call, Diverged, Simulation
 
@@ -53,7 +53,7 @@ class Evaluation(NamedTuple):
 
     def table(self) -> str:
         """The main figures as text, pooled over rows."""
-        names = ("rmse", "log_score", "calibration_error") if self.numeric else ("accuracy", "log_score", "ece")
+        names = SHOWN[self.numeric]
         lines = [f"{'stance':10}{'clients':15}" + "".join(f"{name:>18}" for name in names)]
         for stance, groups in self.summary().items():
             for group, figures in groups.items():

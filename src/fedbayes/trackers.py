@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedbayes.errors import UserError
+from fedbayes.runs import flat
 
 KINDS = ("tensorboard", "mlflow")
 
@@ -202,29 +203,15 @@ class MLflow:
         """The config as parameters, and either as a file among the run's."""
         if name == "config":
             param = import_module("mlflow.entities").Param
-            flat = list(_flat(content).items())
-            for start in range(0, len(flat), 100):  # MLflow takes a hundred at once
-                self.client.log_batch(self.run, params=[param(key, value) for key, value in flat[start : start + 100]])
+            given = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(content).items()}
+            params = [param(key, value) for key, value in given.items()]
+            for start in range(0, len(params), 100):  # MLflow takes a hundred at once
+                self.client.log_batch(self.run, params=params[start : start + 100])
         self.client.log_dict(self.run, dict(content), f"{name}.json")
 
     def close(self) -> None:
         """The run is finished."""
         self.client.set_terminated(self.run)
-
-
-def _flat(content: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings by path.
-
-    >>> _flat({"train": {"lr": 0.1}, "stances": ["global"]})
-    {'train.lr': '0.1', 'stances': '["global"]'}
-    """
-    found: dict[str, str] = {}
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value if isinstance(value, str) else json.dumps(value)
-    return found
 
 
 def _module(kind: str) -> types.ModuleType:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import importlib.util
 import json
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,6 +26,7 @@ from fedbayes.commands.options import DataOptions, RunOptions, arguments, build,
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
+from fedbayes.runs import locked
 from fedbayes.study import Job
 from fedbayes.trackers import tracker
 
@@ -75,10 +74,8 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
         built,
         data,
         job.run.rounds,
-        cohort=job.run.cohort,
         seed=job.seed,
-        dropout=job.run.dropout,
-        clients="loop" if job.run.loop else "vmap",
+        **job.run.keywords,
         folder=folder,
         resume=not task.force,
         force=task.force,
@@ -252,28 +249,13 @@ _locks: list[int] = []
 
 @contextlib.contextmanager
 def alone(folder: Path, wait: float = 10.0) -> Iterator[None]:
-    """Hold a folder against other processes that would write the same runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as problem:
-        raise UserError(f"cannot write to {folder}: {problem.strerror}; choose another folder") from None
-    try:
-        end = time.monotonic() + wait
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:  # perhaps a worker whose parent was just killed
-                if time.monotonic() > end:
-                    raise UserError(f"another process is working in {folder}; wait for it, or choose another folder") from None
-                time.sleep(0.05)
+    """Hold a folder against others that would write the same runs; a worker whose parent was just killed has time to end."""
+    with locked(folder, wait=wait) as file:
         _locks.append(file)
-        yield
-    finally:
-        if file in _locks:
+        try:
+            yield
+        finally:
             _locks.remove(file)
-        os.close(file)
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class Personalise:
     adapted: bool = False
     """Fit the model to the site's training rows first."""
     out: Path | None = None
-    """CSV file for the predictions."""
+    """CSV file for the predictions; or me.safetensors, for the model itself, which fedbayes predict reads."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -176,11 +176,8 @@ def personalise(arguments: Sequence[str]) -> None:
     """Predictions of a site's own model."""
     does = "Predict at a site with its own model: from the last broadcast and what the site keeps. Nothing is sent."
     options: Personalise = parse(Personalise, arguments, "fedbayes deploy personalise", does)
-    import jax
-
+    from fedbayes.commands.predict import line, lines_of, output
     from fedbayes.deploy.site import Site
-    from fedbayes.evaluate import is_numeric, predictive, uncertainty
-    from fedbayes.stances import likelihood_of
 
     experiment = experiment_of(options.project)
     if not experiment.networked:
@@ -189,18 +186,18 @@ def personalise(arguments: Sequence[str]) -> None:
     if options.data is not None:
         given["data"] = options.data
     site = Site(experiment, options.number, options.state, experiment.load(given))
-    down, state = site.personal(adapted=options.adapted)
+    posterior = site.posterior(adapted=options.adapted)
+    if options.out is not None and options.out.suffix == ".safetensors":
+        posterior.save(options.out)
+        show(f"personal model: {options.out}")
+        return
     x, y = _rows(options.rows, site)
-    draws = experiment.algorithm.predict(jax.random.key(experiment.seed), down, state, x)
-    likelihood = likelihood_of(experiment.algorithm)
-    found, doubt = np.asarray(predictive(likelihood, draws)), uncertainty(likelihood, draws)
-    names = ["mean", "deviation"] if is_numeric(likelihood) else [f"p{label}" for label in range(found.shape[1])]
-    if y is not None and not is_numeric(likelihood):
-        show(f"site {options.number}: {100 * np.mean(found.argmax(axis=1) == y):.1f} % of {len(y)} test rows are right")
+    table = posterior.table(x)
+    if y is not None and not posterior.numeric:
+        show(f"site {options.number}: {100 * np.mean(table[:, :-2].argmax(axis=1) == y):.1f} % of {len(y)} test rows are right")
     if options.out is not None:
-        columns = np.column_stack([found, doubt.total, doubt.epistemic])
-        header = ",".join([*names, "uncertainty", "epistemic"])
-        np.savetxt(options.out, columns, fmt="%.6g", delimiter=",", header=header, comments="")
+        with output(options.out) as file:
+            file.write(line(posterior.columns) + lines_of(table))
         show(f"predictions: {options.out}")
 
 

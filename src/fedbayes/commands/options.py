@@ -78,6 +78,11 @@ class RunOptions:
     loop: bool = False
     """Run clients one by one, slower, and name the client and the step if one fails."""
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What `simulate` gets of them."""
+        return {"cohort": self.cohort, "dropout": self.dropout, "clients": "loop" if self.loop else "vmap"}
+
 
 def unbuilt(spec: str) -> Model:
     """A network that is known by name only, until the data says what goes in and out."""

@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> None:
     if rows.ignored:
         _say(f"ignored: {', '.join(rows.ignored)}")
     tally = Tally(posterior.numeric)
-    with _output(options.out) as file:
-        file.write(_line(posterior.columns))
+    with output(options.out) as file:
+        file.write(line(posterior.columns))
         for block in rows:
             table = posterior.table(block.x)
             tally.add(table, block)
-            file.write(_text(table))
+            file.write(lines_of(table))
     _say(f"{tally.rows:,} rows predicted" + (f": {options.out}" if options.out else ""))
     for sentence in tally.sentences():
         _say(sentence)
@@ -94,7 +94,8 @@ class Tally:
 
 
 @contextlib.contextmanager
-def _output(path: Path | None) -> Iterator[BinaryIO]:
+def output(path: Path | None) -> Iterator[BinaryIO]:
+    """A file that is there whole or not at all, or standard output."""
     if path is None:
         sys.stdout.flush()
         yield sys.stdout.buffer
@@ -109,13 +110,14 @@ def _output(path: Path | None) -> Iterator[BinaryIO]:
         ) from None
 
 
-def _line(words: Sequence[str]) -> bytes:
+def line(words: Sequence[str]) -> bytes:
+    """A line of a CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(words)
     return text.getvalue().encode()
 
 
-def _text(table: np.ndarray) -> bytes:
+def lines_of(table: np.ndarray) -> bytes:
     """Lines of numbers with as many digits as float32 needs to be read back the same."""
     import pyarrow
     import pyarrow.csv

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str]) -> None:
     started = time.perf_counter()
     show("Handwritten digits: 20 clients with three labels each, 5 of them held out of training.\n")
     outcome = run_study(STUDY, OUT, None, bars, force=True)
-    for place, why in outcome.failures.items():
-        raise UserError(f"{place} failed: {why}")
+    if outcome.failures:
+        raise UserError("; ".join(f"{place} failed: {why}" for place, why in outcome.failures.items()))
     (results,) = outcome.results.values()
     shown = {name: list(seeds.values()) for name, seeds in results.items()}
     show(result_table(shown, f"{STUDY.run.rounds} rounds, {STUDY.run.cohort} clients a round"))

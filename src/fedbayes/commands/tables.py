@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbayes.comparison import Difference
-from fedbayes.evaluate import about_numbers
+from fedbayes.evaluate import SHOWN, about_numbers
 
 PERCENT = {"accuracy", "ece", "mce"}
-SHOWN = {False: ("accuracy", "log_score", "ece"), True: ("rmse", "log_score", "calibration_error")}
 TITLES = {
     "accuracy": "accuracy %",
     "ece": "ECE %",

@@ -25,10 +25,9 @@ from fedbayes import keys, reduce, trees, wire
 from fedbayes.algorithm import Reduce
 from fedbayes.cohort import broadcast, server_step
 from fedbayes.deploy.experiment import Experiment
-from fedbayes.deploy.site import locked
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, is_numeric, summary
-from fedbayes.runs import SCHEMA, describe, title, write, writing
+from fedbayes.runs import SCHEMA, describe, locked, title, write, writing
 from fedbayes.simulator import drawn
 from fedbayes.stances import likelihood_of, no_scores
 
@@ -217,7 +216,7 @@ class Coordinator:
 
     def _request(self, kind: str, round: int, down: Any, sites: list[int]) -> Request:
         told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
-        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(jax.device_get(down)).items()}
+        arrays = {path: np.asarray(leaf) for path, leaf in trees.named(down).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
     def _accept(self, reply: Reply, round: int, largest: dict[str, float]) -> tuple[Any, dict[str, float]]:

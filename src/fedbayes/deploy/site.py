@@ -11,9 +11,6 @@ forgotten, so an answer that was lost, or came too late, leaves no trace, and th
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import keys, trees, wire
+from fedbayes.data.layout import Layout
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score
-from fedbayes.runs import write, writing
+from fedbayes.posterior import Posterior, Rows
+from fedbayes.runs import locked, write, writing
 from fedbayes.silos import one_silo
-from fedbayes.stances import adapted, scored
+from fedbayes.stances import adapted, likelihood_of, scored
 from fedbayes.states import States
 from fedbayes.trees import take_apart
-
-
-@contextlib.contextmanager
-def locked(folder: Path, who: str) -> Iterator[None]:
-    """Nobody else in a folder meanwhile."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{who}: another process works in {folder}; give each its own folder") from None
-        yield
 
 
 class Site:
@@ -113,6 +99,15 @@ class Site:
             key = keys.fold(keys.of_round(self.experiment.seed, told["round"]), np.uint32(self.number))
             local = _adapted(self.experiment.algorithm, key, down, local, self.data.train)
         return down, local
+
+    def posterior(self, *, adapted: bool = False) -> Posterior:
+        """The site's own model of its latest run, to predict with or to save."""
+        down, local = self.personal(adapted=adapted)
+        outputs = getattr(likelihood_of(self.experiment.algorithm), "classes", None)
+        classes = None if outputs is None else tuple(map(str, range(outputs)))
+        rows = Rows(self.data.train.x.shape[1:], classes, Layout())
+        made = {"for": f"site {self.number}", "experiment": self.experiment.fingerprint}
+        return Posterior(self.experiment.algorithm, down, local, jax.random.key(self.experiment.seed), rows, made)
 
     def _folder(self, run: str) -> Path:
         if not run.isalnum():

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
-from fedbayes.commands.tables import PERCENT, SHOWN
-from fedbayes.evaluate import HIGHER_IS_BETTER
+from fedbayes.commands.tables import PERCENT
+from fedbayes.comparison import intervals
+from fedbayes.evaluate import HIGHER_IS_BETTER, SHOWN
 from fedbayes.report import curves, posteriors
 from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import TITLES, distinct, flat, number, scaled, size
@@ -34,11 +34,8 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     >>> [round(part, 2) for part in interval([1.0, 2.0, 3.0])]
     [2.0, -0.48, 4.48]
     """
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, mean, mean
-    half = float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
-    return mean, mean - half, mean + half
+    mean, found = float(np.mean(values)), intervals(np.array(values)[:, None])["seeds"]
+    return (mean, mean, mean) if found is None else (mean, *found)
 
 
 def data_sets(records: Sequence[Record]) -> list[tuple[str, list[Record], bool]]:

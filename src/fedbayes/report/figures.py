@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbayes import runs
 from fedbayes.commands.tables import PERCENT
 from fedbayes.commands.tables import TITLES as MAIN_TITLES
 from fedbayes.report.records import Record
@@ -31,20 +32,17 @@ def scaled(name: str, values: Any) -> np.ndarray:
     return np.asarray(values, float) * (100 if name in PERCENT else 1)
 
 
-def flat(options: Any, prefix: str = "") -> dict[str, str]:
-    """Nested options by dotted name.
+def flat(options: Any) -> dict[str, str]:
+    """Nested options by dotted name, in words.
 
     >>> flat({"train": {"lr": 0.1}, "mu": None})
     {'train.lr': '0.1', 'mu': '—'}
     """
-    found: dict[str, str] = {}
-    for name, value in options.items() if isinstance(options, dict) else ():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else "—" if value is None else str(value)
-            found[f"{prefix}{name}"] = text
-    return found
+    return {name: _words(value) for name, value in runs.flat(options).items()}
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else "—" if value is None else str(value)
 
 
 def distinct(record: Record, group: str) -> list[str]:

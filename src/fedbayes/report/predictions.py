@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.commands.tables import SHOWN
-from fedbayes.evaluate import HIGHER_IS_BETTER, metrics, pooled
+from fedbayes.evaluate import HIGHER_IS_BETTER, SHOWN, metrics, pooled
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
 from fedbayes.report.calibration import reliability

@@ -19,8 +19,7 @@ from fedbayes import wire
 from fedbayes.data.describe import Facts
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, about_numbers
-from fedbayes.runs import read_json
-from fedbayes.stances import no_scores
+from fedbayes.runs import read_json, read_scores
 
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
@@ -217,9 +216,8 @@ def _read_scores(record: Record) -> None:
     if not path.exists() or record.result is None:
         return
     try:
-        template = {stance: no_scores(int(record.about_data["clients"])) for stance in stances}
-        record.scores = wire.unpack(path.read_bytes(), template, f"the scores {path}", finite=True)
-    except (UserError, OSError, KeyError, ValueError, TypeError) as problem:
+        record.scores = read_scores(record.folder, stances, int(record.about_data["clients"]))
+    except (UserError, KeyError, ValueError, TypeError) as problem:
         record.notes.append(f"The page has no figures of single clients: {problem}.")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from fedbayes import wire
-from fedbayes.commands.tables import PERCENT, SHOWN
+from fedbayes.commands.tables import PERCENT
+from fedbayes.evaluate import SHOWN, about_numbers
 from fedbayes.report import curves
 from fedbayes.report.blocks import Command, Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
@@ -87,7 +88,7 @@ def results(record: Record) -> Section:
 
 def result_table(figures: Figures, caption: str) -> Table:
     """One line for each stance and group."""
-    numeric = any("rmse" in group for groups in figures.values() for group in groups.values())
+    numeric = about_numbers(figures)
     first, names = SHOWN[numeric][0], TABLED[numeric]
     head = ["stance", "clients", *(TITLES[name] for name in names), "mean over clients", "spread over clients", "worst tenth"]
     rows = []
