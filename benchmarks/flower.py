@@ -26,6 +26,7 @@ EXPERIMENT = """\
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 import fedbayes as fb
@@ -55,7 +56,9 @@ class Empty(fb.Algorithm[Server, Local, Down, Up]):
     layers: tuple[int, ...]
 
     def init_server(self, key):
-        return Server({{f"layer{{n}}": jnp.full((size,), 0.5) for n, size in enumerate(self.layers)}})
+        # Numbers that differ, as Flower sends what is the same only once.
+        keys = jax.random.split(key, len(self.layers))
+        return Server({{f"layer{{n}}": jax.random.normal(keys[n], (size,)) for n, size in enumerate(self.layers)}})
 
     def init_local(self, key, data):
         return Local(None)
@@ -64,7 +67,8 @@ class Empty(fb.Algorithm[Server, Local, Down, Up]):
         return Down(server.params)
 
     def client(self, key, down, local, data):
-        return Up({{name: leaf + 1 for name, leaf in down.params.items()}}, jnp.float32(1)), local
+        noise = jax.random.normal(key)
+        return Up({{name: leaf + noise for name, leaf in down.params.items()}}, jnp.float32(1)), local
 
     def server(self, key, server, down, up):
         return Server(up.params)
@@ -87,12 +91,12 @@ import json
 import time
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedbayes.deploy.coordinator import Coordinator
-from fedbayes.deploy.flower import FlowerPost, _record
+from fedbayes.deploy.flower import FlowerPost
 
 server = ServerApp()
 
@@ -108,7 +112,7 @@ def plain(message, context):
 def main(grid, context):
     out = Path(context.run_config["out"])
     coordinator, post = Coordinator(experiment, out), FlowerPost(grid, experiment)
-    arrays, times = _record({"params": np.zeros(1, np.float32)}), {"fedbayes": [], "flower": []}
+    arrays, times = ArrayRecord({"params": Array(np.zeros(1, np.float32))}), {"fedbayes": [], "flower": []}
     coordinator.step(post)  # greetings
     for number in range(experiment.rounds - 1):
         for name in ("fedbayes", "flower") if number % 2 else ("flower", "fedbayes"):

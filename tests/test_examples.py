@@ -24,7 +24,7 @@ def fit(*arguments):
 
 
 def test_all_model_files_are_here():
-    assert {"six_cities", "eight_schools", "hospitals", "heart_disease", "multinomial", "hierarchical_bnn", "fedpop"} <= set(
+    assert {"six_cities", "eight_schools", "hospitals", "heart_disease", "multinomial", "hierarchical_bnn", "fedpop", "digits"} <= set(
         FILES
     )
 

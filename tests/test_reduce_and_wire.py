@@ -46,6 +46,14 @@ def test_streaming_gives_what_one_sum_gives():
     assert_close(reduce.combine(one, rest), whole, 1e-5)
 
 
+def test_a_sum_in_place_is_the_same_sum(monkeypatch):
+    monkeypatch.setattr(reduce, "BLOCK", 2)
+    here = reduce.empty_here(part(UPS, 0))
+    for place in range(4):
+        reduce.add_here(here, jax.device_get(part(UPS, place)))
+    assert_close(here, reduce.add(reduce.empty(part(UPS, 0)), UPS, PRESENT), 1e-6)
+
+
 def test_padding_adds_nothing_whatever_it_holds():
     junk = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), UPS)
     short = reduce.add(reduce.empty(part(UPS, 0)), part(UPS, slice(0, 3)), jnp.ones(3))
@@ -222,6 +230,42 @@ def test_pack_keeps_every_bit_and_its_metadata():
 def test_what_does_not_fit_the_template_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         wire.unpack(wire.pack(change(TREE)), TREE, "the upload of site-1", finite=True)
+
+
+def message():
+    rows = np.random.default_rng(0).normal(size=(37, 5))
+    return {"a": rows.astype(np.float32), "empty": np.zeros((0, 3)), "n": np.int32(7)[...], "b": np.array([True, False])}
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+def test_pieces_of_any_size_join_to_the_same_arrays(monkeypatch, size):
+    monkeypatch.setattr(wire, "PIECE", size)
+    arrays, given = message(), message()
+    told, pieces = wire.cut(given)
+    pieces = list(pieces)
+    assert not given
+    assert all(len(piece) == size for piece in pieces[:-1])
+    found = wire.join(told, pieces)
+    assert_same(found, arrays)
+    assert not pieces
+    assert [array.dtype for array in found.values()] == [array.dtype for array in arrays.values()]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        '[["a", "float32", [1000000000000]]]',
+        '[["a", "float32", [-1, -185]]]',
+        '[["a", "object", [93]]]',
+        '[["a", "float32", [3]]]',
+        '[["a", "no such type", [3]]]',
+        "[3]",
+        "not told",
+    ],
+)
+def test_pieces_that_do_not_fit_what_is_told_are_refused(told):
+    with pytest.raises((ValueError, TypeError)):
+        wire.join(told, list(wire.cut(message())[1]))
 
 
 @pytest.mark.parametrize("cut", [0, 4, 20, -3])

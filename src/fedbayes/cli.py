@@ -6,7 +6,6 @@ JAX takes a second to import, so nothing here does; a command's own module is im
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import os
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbayes import __version__
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 
 COMMANDS = {
     "quickstart": (
@@ -77,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if given[0] not in COMMANDS:
-            near = difflib.get_close_matches(given[0], COMMANDS, n=1)
-            hint = f"did you mean {near[0]}" if near else f"choose one of {', '.join(COMMANDS)}"
-            raise UserError(f"there is no command {given[0]!r}; {hint}")
+            raise UserError(f"there is no command {given[0]!r}; {nearest(given[0], COMMANDS)}")
         keep_compiled()
         importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
     except UserError as problem:

@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedbayes import trees
 from fedbayes.algorithm import Reduce
+
+ALIGNMENT = 64
+"""Where an array of JAX may start, in bytes."""
+BLOCK = 2**16
+"""Numbers that are added at a time."""
 
 
 class Partial(NamedTuple):
@@ -76,6 +82,24 @@ def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partia
     return Partial(sums, partial.weight + jnp.sum(weights))
 
 
+def empty_here(up: Any) -> Partial:
+    """`empty` in the host's memory, for `add_here`."""
+    return jax.tree.map(_aligned_zeros, jax.eval_shape(lambda: empty(up)))
+
+
+def add_here(partial: Partial, up: Any) -> None:
+    """Add one upload, not stacked, in place: a large one is never in memory a second time."""
+    kinds = declared(type(up))
+    weight = np.float32(getattr(up, "weight", 1.0))
+    for field, sums in partial.sums.items():
+        for total, leaf in zip(jax.tree.leaves(sums), jax.tree.leaves(getattr(up, field)), strict=True):
+            total, leaf = total.reshape(-1), np.reshape(leaf, -1)
+            times = weight.astype(total.dtype) if kinds[field] is Reduce.MEAN else total.dtype.type(1)
+            for start in range(0, total.size, BLOCK):
+                total[start : start + BLOCK] += times * leaf[start : start + BLOCK]
+    partial.weight[...] += weight
+
+
 def combine(one: Partial, other: Partial) -> Partial:
     """The sum of the uploads of both."""
     return jax.tree.map(jnp.add, one, other)
@@ -97,6 +121,14 @@ def finish(up_type: type, partial: Partial, stacks: dict[str, Any]) -> Any:
         else:
             fields[field] = jax.tree.map(lambda leaf: leaf / partial.weight.astype(leaf.dtype), partial.sums[field])
     return up_type(**fields)
+
+
+def _aligned_zeros(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Zeros that JAX can take over without a copy."""
+    size = shape.size * shape.dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(shape.dtype).reshape(shape.shape)
 
 
 def _along(weights: Float[Array, " clients"], leaf: Any) -> Any:

@@ -150,8 +150,8 @@ class SiloSimulation:
         for place in self._chosen(self.round):
             own = self.own(self.names[place])
             form, arrays = self.parts[place]
-            up, new = one_silo(self.algorithm, form, keys.fold(key, np.uint32(place)), down, own, arrays)
-            if not bool(trees.finite((up, new))):
+            up, new, fine = one_silo(self.algorithm, form, keys.fold(key, np.uint32(place)), down, own, arrays)
+            if not bool(fine):
                 raise Diverged(f"round {self.round}, silo {self.names[place]!r}: its numbers are not finite; try a smaller lr")
             self.put(self.names[place], new)
             partial = reduce.empty(up) if partial is None else partial
@@ -290,8 +290,9 @@ def _stack(rows: Sequence[Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def one_silo(algorithm: AnyAlgorithm, form: Form, key: Any, down: Any, own: Any, arrays: tuple[Array, ...]) -> Any:
-    """A round of one silo: what it sends and what it keeps."""
-    return algorithm.client(key, down, own, put_together(form, arrays))
+    """A round of one silo: what it sends, what it keeps, and whether all of it is finite."""
+    up, new = algorithm.client(key, down, own, put_together(form, arrays))
+    return up, new, trees.finite((up, new))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -6,7 +6,6 @@ The file's keys are the fields of `RunOptions` and of `Study`; docs/compare.md h
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fedbayes.commands.options import DataOptions, RunOptions, default, override
 from fedbayes.comparison import LOWER_IS_BETTER
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 from fedbayes.evaluate import HIGHER_IS_BETTER
 from fedbayes.stances import STANCES
 
@@ -369,17 +368,11 @@ def _known(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             label = f"{where}.{name}" if where else name
-            raise UserError(f"there is no key {label!r}; {_hint(name, known)}")
+            raise UserError(f"there is no key {label!r}; {nearest(name, known)}")
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    return f"{what} is {name!r}, which there is not; {_hint(name, known)}"
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    listed = list(known)
-    near = difflib.get_close_matches(name, listed, n=1)
-    return f"did you mean {near[0]} (known: {', '.join(listed)})" if near else f"choose one of {', '.join(listed)}"
+    return f"{what} is {name!r}, which there is not; {nearest(name, known)}"
 
 
 def _is_list_of(value: Any, kind: type[Any]) -> bool:

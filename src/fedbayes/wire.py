@@ -7,7 +7,8 @@ every run of the algorithm and not for one that was watched.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ from fedbayes.data.clients import Clients
 from fedbayes.errors import UserError
 
 PRIVATE = ("local", "data")
+PIECE = 2**20
+"""Bytes of a message that travel at a time."""
 
 
 class Leaf(NamedTuple):
@@ -139,6 +142,56 @@ def assemble(arrays: Mapping[str, np.ndarray], template: Any, what: str, *, fini
         if finite and np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
             raise UserError(f"{what}: {path} holds numbers that are not finite")
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in expected])
+
+
+def cut(arrays: dict[str, Any]) -> tuple[str, Iterator[bytes]]:
+    """Arrays for a message: what they are, and their bytes in pieces. They are taken out of `arrays`, so that a large message
+    is in memory once.
+
+    >>> told, pieces = cut({"a": np.ones(2, np.float32), "b": np.int32(3)})
+    >>> told
+    '[["a", "float32", [2]], ["b", "int32", []]]'
+    >>> join(told, list(pieces))
+    {'a': array([1., 1.], dtype=float32), 'b': array(3, dtype=int32)}
+    """
+    return json.dumps([[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]), _pieces(arrays)
+
+
+def _pieces(arrays: dict[str, Any]) -> Iterator[bytes]:
+    piece = bytearray()
+    for name in list(arrays):
+        rest = np.asarray(arrays.pop(name)).reshape(-1).view(np.uint8).data
+        while len(rest):
+            taken = rest[: PIECE - len(piece)]
+            piece += taken
+            rest = rest[len(taken) :]
+            if len(piece) == PIECE:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+def join(told: str, pieces: list[bytes]) -> dict[str, np.ndarray]:
+    """The inverse of `cut`; the pieces are taken out of their list. What does not fit together is a `ValueError`."""
+    described = [(str(name), np.dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in json.loads(told)]
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in described]
+    if any(dtype.hasobject or min(shape, default=0) < 0 for _, dtype, shape in described):
+        raise ValueError("a message holds arrays of numbers alone")
+    if sum(sizes) != sum(map(len, pieces)):
+        raise ValueError(f"a message says that it has {sum(sizes)} bytes, but has {sum(map(len, pieces))}")
+    arrays, rest = {}, memoryview(b"")
+    pieces.reverse()
+    for (name, dtype, shape), size in zip(described, sizes, strict=True):
+        content = np.empty(size, np.uint8)
+        filled = 0
+        while filled < size:
+            rest = rest or memoryview(pieces.pop())
+            taken = rest[: size - filled]
+            content[filled : filled + len(taken)] = taken
+            filled, rest = filled + len(taken), rest[len(taken) :]
+        arrays[name] = content.view(dtype).reshape(shape)
+    return arrays
 
 
 def metadata(content: bytes) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> None:
             )
             write_json(folder / "command.json", {"fit": list(arguments)})
         except KeyboardInterrupt:
+            if (folder / "config.json").is_file():
+                write_json(folder / "command.json", {"fit": list(arguments)})
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
     show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")

@@ -56,6 +56,8 @@ def main(arguments: Sequence[str]) -> None:
             fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=callbacks)
             write_json(folder / "command.json", {"run": list(arguments)})
         except KeyboardInterrupt:
+            if (folder / "config.json").is_file():
+                write_json(folder / "command.json", {"run": list(arguments)})
             raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
     show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
     show(f"run folder: {folder}")

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from fedbayes.data.layout import Column, Layout
-from fedbayes.data.tables import Options, Table, encode, nearest
-from fedbayes.errors import UserError
+from fedbayes.data.tables import Options, Table, encode
+from fedbayes.errors import UserError, nearest
 
 
 def read_frame(path: Path, options: Options, name: str, categorical: Sequence[str] = ()) -> Table:

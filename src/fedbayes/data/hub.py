@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.data.tables import Options, Table, encode, nearest
-from fedbayes.errors import UserError
+from fedbayes.data.tables import Options, Table, encode
+from fedbayes.errors import UserError, nearest
 
 INSTALL = "install it with: pip install 'fedbayes[hub]'"
 

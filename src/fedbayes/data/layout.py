@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedbayes.data.tables import nearest
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd

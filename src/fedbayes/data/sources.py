@@ -11,8 +11,8 @@ from fedbayes.data import files, named
 from fedbayes.data.clients import Clients
 from fedbayes.data.store import MANIFEST
 from fedbayes.data.synthetic import synthetic
-from fedbayes.data.tables import Missing, Options, Table, Task, nearest
-from fedbayes.errors import UserError
+from fedbayes.data.tables import Missing, Options, Table, Task
+from fedbayes.errors import UserError, nearest
 
 
 def load(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedbayes.data.layout import Layout
-from fedbayes.data.tables import nearest
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -133,12 +132,3 @@ def encode(values: np.ndarray, task: Task | None, name: str, what: str = "y") ->
         found, labels = np.unique(values.astype(str) if text else values, return_inverse=True)
         return labels.astype(np.int32), tuple(str(value) for value in found)
     return values, None
-
-
-def nearest(word: str, choices: Iterable[Any]) -> str:
-    """A hint for a word that is not among the choices: the nearest, and all of them if they are few."""
-    words = [str(choice) for choice in choices]
-    folded = {choice.casefold(): choice for choice in words}
-    near = difflib.get_close_matches(word.casefold(), folded, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(folded[choice] for choice in near)}? " if near else ""
-    return f"{hint}there is {', '.join(words[:20])}{' …' if len(words) > 20 else ''}"

@@ -23,7 +23,7 @@ import numpy as np
 
 from fedbayes import keys, reduce, trees, wire
 from fedbayes.algorithm import Reduce
-from fedbayes.cohort import broadcast, server_step
+from fedbayes.cohort import AnyAlgorithm, broadcast, server_step
 from fedbayes.deploy.experiment import Experiment
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, is_numeric, summary
@@ -41,7 +41,8 @@ TRIES = 3
 
 
 class Request(NamedTuple):
-    """What goes to some sites: which kind of message, arrays by name, the same for all, and facts for each site."""
+    """What goes to some sites: which kind of message, arrays by name, the same for all, and facts for each site. Whoever sends
+    it may take the arrays out, as they are large."""
 
     kind: str
     arrays: dict[str, np.ndarray]
@@ -85,7 +86,7 @@ class Coordinator:
 
     def __init__(self, experiment: Experiment, folder: Path | str) -> None:
         self.experiment, self.folder = experiment, Path(folder)
-        self.state, self.round = experiment.server, 0
+        self.state, self.round = experiment.server(), 0
         self.counted = dict.fromkeys(range(experiment.sites), 0)
         self.run = secrets.token_hex(8)
         self.history: list[dict[str, Any]] = []
@@ -116,7 +117,6 @@ class Coordinator:
         """One round. Fewer answers than the minimum leave everything as it was."""
         round = self.round + 1
         key = keys.of_round(self.experiment.seed, round)
-        down = broadcast(self.experiment.algorithm, key, self.state)
         cohort = self.chosen(round)
         least = min(self.experiment.minimum or len(cohort), len(cohort))
         present = self._present(post, cohort, least, 0.0 if self.round else GRACE)
@@ -127,18 +127,18 @@ class Coordinator:
             )
         partial, stacks, answered = None, {}, []
         largest: dict[str, float] = {}  # what the sums may have come to
-        for reply in post.ask(self._request("round", round, down, present), self.experiment.patience):
+        for reply in post.ask(self._request("round", round, key, present), self.experiment.patience):
             number = reply.site
             try:
                 if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
                 up, largest = self._accept(reply, round, largest)
-                partial = _added(reduce.empty(self.experiment.up) if partial is None else partial, up)
-                jax.block_until_ready(partial)  # what was added is free before the next answer comes
+                partial = reduce.empty_here(self.experiment.up) if partial is None else partial
+                reduce.add_here(partial, up)
             except UserError as problem:
                 log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue
-            stacks[number] = reduce.stacked(up)
+            stacks[number] = jax.tree.map(lambda leaf: leaf[None], reduce.stacked(up))
             answered.append(number)
             del up, reply  # they are large, and the next one is on its way
         if missing := sorted(set(cohort) - set(answered)):
@@ -148,12 +148,13 @@ class Coordinator:
                 f"round {round}: {len(answered)} of {len(cohort)} sites gave an answer that counts, but {least} are needed; "
                 "the state after the round before is kept"
             )
-        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(stacks[number] for number in sorted(stacks)))
-        state, metrics, fine = server_step(self.experiment.algorithm, key, self.state, down, partial, stacked)
+        stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(stacks[number] for number in sorted(stacks)))
+        partial = jax.tree.map(jnp.from_dlpack, partial)  # taken over as it is
+        state, metrics, fine = _closed(self.experiment.algorithm, key, self.state, partial, stacked)
         if not bool(fine):
             raise UserError(f"round {round}: the server's state is no longer finite; try a smaller step size")
         self.state, self.round = state, round
-        del down, partial, stacked, state  # before the checkpoint, which is large too
+        del partial, stacked, state  # before the checkpoint, which is large too
         for number in answered:
             self.counted[number] = round
         self.history.append({"round": round, "sites": sorted(answered), **{k: float(v) for k, v in metrics.items()}})
@@ -162,9 +163,9 @@ class Coordinator:
 
     def conclude(self, post: Post) -> dict[str, Any]:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
-        down = broadcast(self.experiment.algorithm, keys.of_round(self.experiment.seed, self.round + 1), self.state)
+        key = keys.of_round(self.experiment.seed, self.round + 1)
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
-        request = self._request("score", self.round, down, everyone)
+        request = self._request("score", self.round, key, everyone)
         networked = self.experiment.networked
         stances = self.experiment.stances if networked else ()
         scores = {stance: no_scores(self.experiment.sites) for stance in stances}
@@ -214,14 +215,15 @@ class Coordinator:
                 return present
             time.sleep(PAUSE)
 
-    def _request(self, kind: str, round: int, down: Any, sites: list[int]) -> Request:
+    def _request(self, kind: str, round: int, key: Any, sites: list[int]) -> Request:
+        """The broadcast for some sites; nobody but the request keeps it."""
+        down = broadcast(self.experiment.algorithm, key, self.state)
         told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(down).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
     def _accept(self, reply: Reply, round: int, largest: dict[str, float]) -> tuple[Any, dict[str, float]]:
-        """An upload that is as declared, stacked alone, its arrays taken out of the reply one by one; and what the sums, which
-        were up to `largest`, may come to with it."""
+        """An upload that is as declared, and what the sums, which were up to `largest`, may come to with it."""
         if reply.problem is not None:
             raise Refused(reply.problem)
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
@@ -238,10 +240,7 @@ class Coordinator:
         for path, array in reply.arrays.items():
             if np.issubdtype(array.dtype, np.floating) and grown[path] > np.finfo(array.dtype).max:
                 raise Refused(f"with it the sum of {path} is too large for its numbers")
-        del up
-        moved = {path: jnp.asarray(reply.arrays.pop(path)[None]) for path in list(reply.arrays)}
-        structure = jax.tree.structure(self.experiment.up)
-        return jax.tree.unflatten(structure, [moved[path] for path in self.experiment.paths]), grown
+        return up, grown
 
     def _judged(self, up: Any) -> list[Any]:
         """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
@@ -270,9 +269,10 @@ class Coordinator:
         self.history = [entry for entry in map(json.loads, lines) if entry["round"] <= self.round]
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # in place: a sum may be large
-def _added(partial: Any, up: Any) -> Any:
-    return reduce.add(partial, up, jnp.ones(1))
+@functools.partial(jax.jit, static_argnums=0)
+def _closed(algorithm: AnyAlgorithm, key: Any, server: Any, partial: reduce.Partial, stacks: dict[str, Any]) -> Any:
+    """`server_step` with the broadcast made once more, as none is kept while sites work."""
+    return server_step(algorithm, key, server, broadcast(algorithm, key, server), partial, stacks)
 
 
 def weight_of(path: str, up: Any) -> float:

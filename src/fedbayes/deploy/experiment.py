@@ -96,9 +96,8 @@ class Experiment:
         """Whether sites hold rows for a network, and not a silo's data for a structured model."""
         return isinstance(self.example, Data)
 
-    @functools.cached_property
     def server(self) -> Any:
-        """The server's state before round 1."""
+        """The server's state before round 1; it is not kept, as it may be large."""
         server_key, _ = keys.of_start(self.seed)
         given = () if self.networked else (self.example,)
         return trees.strong(self.algorithm.init_server(server_key, *given))
@@ -113,7 +112,7 @@ class Experiment:
     @functools.cached_property
     def down(self) -> Any:
         """The shapes of `Down`."""
-        return jax.eval_shape(lambda: self.algorithm.broadcast(keys.of_round(self.seed, 1), self.server))
+        return jax.eval_shape(lambda: self.algorithm.broadcast(keys.of_round(self.seed, 1), self.server()))
 
     @functools.cached_property
     def _program(self) -> tuple[Any, Any]:
@@ -126,19 +125,16 @@ class Experiment:
             return self.algorithm.client(key, down, local, whole(given))[0]
 
         given = (key, self.down, local, arrays)
-        # What a structured model finds out about itself is a part of its first trace; another function, as JAX keeps traces.
-        jax.eval_shape(lambda *given: client(*given), *given)
+        if not self.networked:
+            # What a structured model finds out about itself is a part of its first trace; another function, as JAX keeps
+            # traces.
+            jax.eval_shape(lambda *given: client(*given), *given)
         return jax.make_jaxpr(client, return_shape=True)(*given)
 
     @property
     def up(self) -> Any:
         """The shapes of `Up`."""
         return self._program[1]
-
-    @property
-    def paths(self) -> list[str]:
-        """The names of what `Up` holds, in its order."""
-        return list(trees.named(self.up))
 
     @functools.cached_property
     def fingerprint(self) -> str:

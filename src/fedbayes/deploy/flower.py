@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -31,10 +33,14 @@ from fedbayes.deploy.site import Site
 from fedbayes.errors import UserError
 
 log = logging.getLogger("fedbayes")
+LARGE = 2**24
+"""Bytes of a message from which on memory is worth some time."""
 POLL = 0.25
 """Seconds between two looks for answers."""
 M_MMAP_THRESHOLD = -3
 """glibc's name for the size from which on an array has pages of its own."""
+M_ARENA_MAX = -8
+"""And for how many heaps its threads have."""
 GREETING = 120.0
 """Seconds that a node has to say which site it is."""
 AGAIN = 60.0
@@ -100,7 +106,7 @@ def _settings(context: Context) -> dict[str, Any]:
 
 def _at_site(experiment: Experiment, message: Message, context: Context, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     keep_compiled()
-    facts: dict[str, Any] = dict(message.content.config_records["facts"])
+    facts, arrays = _received(message.content)
     if facts["fingerprint"] != experiment.fingerprint:
         raise Told("the server runs another experiment than this site; bring both to the same version of the project")
     settings = _settings(context)
@@ -108,7 +114,7 @@ def _at_site(experiment: Experiment, message: Message, context: Context, what: s
         raise Told(f"the server takes this for site {facts['site']}, but it is {settings['number']}")
     folder = Path(str(settings["state"])).expanduser()
     here = Site(experiment, int(settings["number"]), folder, experiment.load(settings))
-    down = wire.assemble(_arrays(message.content), experiment.down, "the broadcast", finite=True)
+    down = wire.assemble(arrays, experiment.down, "the broadcast", finite=True)
     answer = getattr(here, what)(facts["run"], facts["round"], facts["counted"], down)
     return {"run": facts["run"], "round": facts["round"]}, trees.named(answer)
 
@@ -127,24 +133,33 @@ def _answered(message: Message, work: Any) -> Message:
 
 
 def _content(facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> RecordDict:
-    return RecordDict({"facts": ConfigRecord(dict(facts)), "arrays": _record(arrays)})
+    return RecordDict({"facts": ConfigRecord(dict(facts)), **_records(dict(arrays))})
 
 
-def _record(arrays: Mapping[str, Any]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+def _records(arrays: dict[str, Any]) -> dict[str, ConfigRecord]:
+    """Arrays as Flower sends them, taken out of `arrays`. Not as its `ArrayRecord`, which is twice in the receiver's memory
+    and has two objects for each array, each with a request of its own."""
+    told, pieces = wire.cut(arrays)
+    records = {"arrays": ConfigRecord({"told": told})}
+    return records | {f"piece{number}": ConfigRecord({"bytes": piece}) for number, piece in enumerate(pieces)}
 
 
-def _arrays(content: RecordDict) -> dict[str, np.ndarray]:
-    record = content.array_records["arrays"]
-    return {name: record.pop(name).numpy() for name in list(record)}  # one by one: they are large
+def _received(content: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The facts and the arrays of a message; these are taken out of it."""
+    pieces: list[bytes] = []
+    while (name := f"piece{len(pieces)}") in content:
+        pieces.append(content.pop(name)["bytes"])
+    return dict(content["facts"]), wire.join(str(content["arrays"]["told"]), pieces)
 
 
 class FlowerPost:
     """Messages by Flower's grid, with a deadline of our own."""
 
     def __init__(self, grid: Grid, experiment: Experiment) -> None:
+        gc.freeze()  # what is there now stays, so that to look for what does not is quick, and done often
         with contextlib.suppress(OSError, AttributeError):  # so that large arrays go back to the system when they are done
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
         self.grid, self.experiment = grid, experiment
         self.node_of: dict[int, int] = {}
         self.refused: dict[int, float] = {}
@@ -152,7 +167,7 @@ class FlowerPost:
 
     def sites(self) -> list[int]:
         """The numbers of the connected sites; a node that is new is asked which one it is."""
-        nodes, now = set(self.grid.get_node_ids()), time.monotonic()
+        nodes, now = set(_tried(self.grid.get_node_ids, "who is there is not known now")), time.monotonic()
         self.refused = {node: until for node, until in self.refused.items() if until > now}
         new = nodes - set(self.node_of.values()) - set(self.refused)
         silent = set(new)
@@ -178,40 +193,64 @@ class FlowerPost:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
         number_of = {self.node_of[number]: number for number in request.facts}
         kind = {"round": "train.round", "score": "query.score"}[request.kind]
-        record, asked = _record(request.arrays), {}  # the arrays are there once, for all sites
+        records, asked = _records(request.arrays), {}  # the arrays are there once, for all sites
         for number, facts in request.facts.items():
-            content = RecordDict({"facts": ConfigRecord(facts), "arrays": record})
+            content = RecordDict({"facts": ConfigRecord(facts), **records})
             asked[self.node_of[number]] = (kind, content, str(facts["round"]))
-        del request, record, content  # what has been pushed is not kept
+        del request, records, content  # what has been pushed is not kept
         for node, reply in self._exchange(asked, patience):
             number = number_of[node]
             if reply.problem is not None and self.node_of.get(number) == node:
                 del self.node_of[number]  # it may have changed, so it is greeted again
             yield reply._replace(site=number)
+            del reply
 
     def _push(self, node: int, kind: str, content: RecordDict, group: str, patience: float) -> list[str]:
-        """Send a message; gives its identifier, or none where the node cannot be reached, which is no reason to end a run."""
+        """Send a message; gives its identifier, or none where the node cannot be reached."""
         message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
-        try:
-            return [identifier for identifier in self.grid.push_messages([message]) if identifier]
-        except Exception as problem:
-            log.warning("node %s cannot be asked: %s", node, problem)
-            return []
+        sent = _tried(lambda: self.grid.push_messages([message]), f"node {node} cannot be asked")
+        return [identifier for identifier in sent if identifier]
 
     def _exchange(self, asked: dict[int, tuple[str, RecordDict, str]], patience: float) -> Iterator[tuple[int, Reply]]:
         """Nodes and their replies; whoever has not answered in time is left out."""
         end = time.monotonic() + patience
         waiting: dict[str, int] = {}
         for node in list(asked):
+            large = len(asked[node][1]) * wire.PIECE > LARGE
             waiting |= dict.fromkeys(self._push(node, *asked.pop(node), patience), node)
+            _let_go(large)
         while waiting and time.monotonic() < end:
             for identifier in list(waiting):
-                for message in self.grid.pull_messages({identifier}):
-                    yield waiting.pop(identifier), _reply(message)
+                look = functools.partial(self.grid.pull_messages, {identifier})
+                for message in _tried(look, f"the answer of node {waiting[identifier]} cannot be fetched now"):
+                    reply = _reply(message)
+                    large = sum(array.nbytes for array in reply.arrays.values()) > LARGE
+                    _let_go(large)
+                    yield waiting.pop(identifier), reply
+                    del reply  # the next one is on its way
+                    _let_go(large)
             if waiting:
                 time.sleep(POLL)
         for node in waiting.values():
             log.warning("node %s did not answer within %.0f s", node, patience)
+
+
+def _tried(ask: Callable[[], Iterable[Any]], otherwise: str) -> Iterable[Any]:
+    """What a SuperLink says, or nothing where it fails for once, which is no reason to end a run."""
+    try:
+        return ask()
+    except Exception as problem:
+        log.warning("%s: %s", otherwise, problem)
+        return []
+
+
+def _let_go(large: bool) -> None:
+    """Give memory back to the system after a large message: Flower's requests refer to themselves, and the allocator keeps
+    what was in small parts."""
+    if large:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reply(message: Message) -> Reply:
@@ -220,8 +259,7 @@ def _reply(message: Message) -> Reply:
         if message.has_error():
             error = message.error
             return Reply(-1, {}, {}, f"{error.reason or 'no reason is given'} (Flower's error {error.code})")
-        facts: dict[str, Any] = dict(message.content.config_records["facts"])
-        arrays = _arrays(message.content)
+        facts, arrays = _received(message.content)
         return Reply(-1, facts, arrays, facts.get("problem"))
     except Exception as problem:
         return Reply(-1, {}, {}, f"a message that cannot be read ({type(problem).__name__})")

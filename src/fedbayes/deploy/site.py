@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import keys, trees, wire
+from fedbayes import keys, wire
 from fedbayes.data.layout import Layout
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.errors import UserError
@@ -57,8 +57,8 @@ class Site:
         states = self._states(run, counted)
         local = self._own(states)
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
-        up, new = one_silo(self.experiment.algorithm, self.form, key, down, local, self.arrays)
-        if not bool(trees.finite((up, new))):
+        up, new, fine = one_silo(self.experiment.algorithm, self.form, key, down, local, self.arrays)
+        if not bool(fine):
             raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
         states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
         states.sync()
@@ -119,7 +119,12 @@ class Site:
 
     def _states(self, run: str, counted: int, *, looking: bool = False) -> States[Any]:
         """The site's states, at the round that the server counted last; if that one is not there, nothing else will do."""
-        states = States(jax.device_get(self.experiment.local(self.data.train)), 1, self._folder(run))
+        if counted:  # it has a state of its own, so the first one's shapes will do
+            shapes = jax.eval_shape(lambda: self.experiment.local(self.data.train))
+            fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        else:
+            fresh = self.experiment.local(self.data.train)
+        states = States(fresh, 1, self._folder(run))
         if counted and not states.has(0, counted):
             raise UserError(
                 f"the server counted round {counted} of site {self.number}, but {self._folder(run)} does not have the state "

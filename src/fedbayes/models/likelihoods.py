@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float, Shaped
 
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 from fedbayes.trees import other_peoples_code
 
 
@@ -144,7 +143,5 @@ def likelihood_named(name: str, classes: int | None = None) -> Likelihood:
         raise UserError(f'the likelihood "bernoulli" needs 2 classes, but the data has {classes}; use categorical')
     known: dict[str, Likelihood] = {"bernoulli": Bernoulli(), "normal": Normal(scale=None), "poisson": Poisson()}
     if name not in known:
-        names = ["categorical", *known]
-        near = difflib.get_close_matches(name, names, n=1) or names
-        raise UserError(f'there is no likelihood "{name}"; did you mean {" or ".join(near)}?')
+        raise UserError(f'there is no likelihood "{name}"; {nearest(name, ["categorical", *known])}')
     return known[name]

@@ -7,7 +7,6 @@ one and keeps the other splits by path.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import itertools
 import math
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 from fedbayes.models.convolution import Padding, conv2d, depthwise_conv2d, max_pool
 from fedbayes.models.likelihoods import Bernoulli, Categorical, Likelihood, Normal, likelihood_named
 from fedbayes.models.model import Model, Network, from_flax, network_outputs, remembered
@@ -149,8 +148,7 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
     Model(mlp, Categorical(classes=10))
     """
     if name not in NETWORKS:
-        near = difflib.get_close_matches(name, list(NETWORKS), n=1) or list(NETWORKS)
-        raise UserError(f'there is no network "{name}"; did you mean {" or ".join(near)}?')
+        raise UserError(f'there is no network "{name}"; {nearest(name, NETWORKS)}')
     known = [option for option in inspect.signature(NETWORKS[name]).parameters if option not in ("shape", "shift", "scale")]
     for option in options:
         if option not in known:
