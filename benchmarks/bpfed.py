@@ -229,16 +229,23 @@ def pictures(out: Path) -> None:
                 shown[f"{LABELS[name]}, {size}"] = Score(**{key: np.asarray(v) for key, v in runs[0]["score"].items()})
     if shown:
         reliability(shown).savefig(ROOT / "docs" / "images" / "bpfed-reliability.png", dpi=100)
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
-    for axes, (data, size) in zip(figure.subplots(2, 2).flat, [(d, s) for d in OTHERS for s in SIZES], strict=True):
-        for name, label in LABELS.items():
+    settings = [(d, size) for d in OTHERS for size in SIZES if any(read(out, name, d, size) for name in METHODS)]
+    figure = Figure(figsize=(9, 2.8 * -(-len(settings) // 2)), layout="constrained")
+    lines = {}
+    for axes, (data, size) in zip(figure.subplots(-(-len(settings) // 2), 2, squeeze=False).flat, settings, strict=False):
+        for place, (name, label) in enumerate(LABELS.items()):
             if runs := read(out, name, data, size):
                 curves = np.array([[value for _, value in one["curve"]] for one in runs])
-                axes.plot([number for number, _ in runs[0]["curve"]], 100 * curves.mean(axis=0), label=label, linewidth=1.3)
+                rounds = [number for number, _ in runs[0]["curve"]]
+                style = {"color": f"C{place}", "label": label, "linewidth": 1.3}
+                (lines[label],) = axes.plot(rounds, 100 * curves.mean(axis=0), **style)
         axes.set_title(f"{TITLES[data]}, {size}", fontsize=9, loc="left")
         axes.set_ylabel("accuracy, %")
+        axes.set_xlabel("round")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[1].legend(frameon=False, fontsize=7, ncols=2)
+    for axes in figure.axes[len(settings) :]:
+        axes.remove()
+    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(ROOT / "docs" / "images" / "bpfed-curves.png", dpi=100)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import fedbayes
 from fedbayes import cli
 from fedbayes.commands.fit import load
 
@@ -48,6 +49,15 @@ def test_a_model_file_s_round_is_traced(name, capsys):
     needs_data(name)
     assert cli.main(["wire", str(EXAMPLES / f"{name}.py"), "--plain"]) == 0
     assert "\nup\t" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_digits_are_told_apart_by_silos_and_newcomers():
+    model = load(EXAMPLES / "digits.py")
+    found = model.scores(fedbayes.simulate(model.algorithm, model.silos(), 300))
+    assert found["personal"]["participating"]["accuracy"]["rows"] > 0.95
+    assert found["adapted"]["unseen"]["accuracy"]["rows"] > 0.95
+    assert found["global"]["unseen"]["accuracy"]["rows"] > 0.8
 
 
 def test_six_cities_is_the_published_table():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -38,9 +37,8 @@ STUDY = parse(
         },
     }
 )
-EXAMPLES = Path(__file__).parents[3] / "examples"
-"""Where a clone has them; an installed package has no examples."""
-DIGITS, SIX_CITIES = EXAMPLES / "digits.py", EXAMPLES / "six_cities.py"
+SIX_CITIES = Path(__file__).parents[3] / "examples" / "six_cities.py"
+"""Where a clone has it; an installed package has no examples."""
 NUTS = {
     "beta[0]": (-3.161, 0.228),
     "beta[1]": (0.462, 0.292),
@@ -52,7 +50,7 @@ NUTS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train the papers' methods beside FedAvg, fit a mixed model over two silos, and write the page."""
+    """Train the papers' methods for networks beside FedAvg, fit a mixed model over two silos, and write the page."""
     if arguments:
         if arguments[0] in ("-h", "--help"):
             print(
@@ -69,40 +67,18 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("; ".join(f"{place} failed: {why}" for place, why in outcome.failures.items()))
     (results,) = outcome.results.values()
     shown = {name: list(seeds.values()) for name, seeds in results.items()}
-    if DIGITS.exists():
-        shown |= digits()
     show(result_table(shown, f"{STUDY.run.rounds} rounds, {STUDY.run.cohort} clients a round"))
     show("global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's")
     show(
         "own rows, which FedVI does without their labels. An unseen client never trained before. Every client is scored on its"
     )
-    show("own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.")
-    if DIGITS.exists():
-        show("SFVI and SFVI-Avg fit a regression in NumPyro with an intercept of each client's own (examples/digits.py).")
-    show("")
+    show("own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.\n")
     if SIX_CITIES.exists():
         show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py), by SFVI.\n")
         show(beside_nuts(six_cities()))
         show("The silos sent gradients of what they share, 10,000 times; the children's own effects stayed.\n")
     page = report([OUT], OUT / "report.html")
     show(f"{time.perf_counter() - started:.0f} s. All figures, pictures and what was sent: {page}; next: docs/your-data.md.")
-
-
-def digits() -> dict[str, list[dict[str, Any]]]:
-    """SFVI and SFVI-Avg over the same clients, with a regression in NumPyro, scored like the networks."""
-    from fedbayes import SFVI, SFVIAvg
-
-    model = python_file(DIGITS, ["population", "silo", "silos"], "the example")
-    options = {"family": model.FAMILY, "lr": 0.02}
-    found = {}
-    for name, algorithm, rounds in (
-        ("sfvi", SFVI(model.population, model.silo, **options), 1000),
-        ("sfvi-avg", SFVIAvg(model.population, model.silo, steps=50, **options), 20),
-    ):
-        with progress_bar() as add:
-            fit = simulate(algorithm, model.silos(), rounds, callbacks=(add(name, rounds),))
-        found[name] = [{"metrics": model.scores(fit)}]
-    return found
 
 
 def six_cities() -> SiloFit:
