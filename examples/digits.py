@@ -7,8 +7,8 @@
 with x the pixels from 0 to 1. What a digit looks like is the same everywhere, how often it comes is not: a silo's own part is
 an intercept for each digit. The posterior is mean-field.
 
-The images are the 8 by 8 digits of scikit-learn, with the clients of the quickstart: 20 clients with three digits each, of which 5 do not
-train.
+The images are the 8 by 8 digits of scikit-learn, with the clients of the quickstart: 20 with three digits each, of which 5 do
+not train.
 """
 
 import jax
