@@ -252,7 +252,7 @@ def test_network_by_name():
     ("name", "data", "options", "message"),
     [
         ("cn", rows((28, 28)), {}, 'no network "cn"; did you mean cnn'),
-        ("transformer", rows((28, 28)), {}, "did you mean linear or mlp or cnn or mobilenet"),
+        ("transformer", rows((28, 28)), {}, "there is linear, mlp, cnn, mobilenet"),
         ("cnn", rows((784,)), {}, r"\(height, width\).*\(784,\); use mlp"),
         ("mobilenet", rows((784,)), {}, r"\(height, width\)"),
         ("cnn", rows((5, 5)), {}, "at least 6 pixels"),

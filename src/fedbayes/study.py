@@ -234,7 +234,7 @@ def parse(content: Mapping[str, Any]) -> Study:
     (['fedavg-0', 'fedavg-1'], ('train.lr=0.1',))
     >>> parse({"round": 5})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    fedbayes.errors.UserError: there is no key 'round'; did you mean rounds (known: baseline, cohort, data, ...)
+    fedbayes.errors.UserError: there is no key 'round'; did you mean rounds or dropout? there is baseline, cohort, data, ...
     """
     own = {"seeds", "model", "baseline", "vary_data", "data", "methods", "set", "search"}
     runs = {field.name for field in dataclasses.fields(RunOptions)}
