@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fedbayes.algorithms import find, names
 from fedbayes.commands.display import progress_bar, show
-from fedbayes.commands.options import parse, python_file, write_json
+from fedbayes.commands.options import keeping, parse, python_file
 from fedbayes.errors import UserError
 from fedbayes.fit import simulate
 from fedbayes.silo_fit import ROUNDS, SiloFit
@@ -66,28 +66,22 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", file.algorithm)
     rounds, label, data = options.algorithm.rounds, file.name, file.silos
     folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
-    with progress_bar() as add:
+    with progress_bar() as add, keeping(folder, "fit", arguments):
         callback = add(label, rounds)
-        try:
-            fit = simulate(
-                options.algorithm,
-                data,
-                rounds,
-                cohort=options.cohort,
-                in_turn=options.in_turn,
-                seed=options.seed,
-                loop=options.loop,
-                folder=folder,
-                resume=options.resume,
-                force=options.force,
-                callbacks=(callback,),
-                config={"file": path.name},
-            )
-            write_json(folder / "command.json", {"fit": list(arguments)})
-        except KeyboardInterrupt:
-            if (folder / "config.json").is_file():
-                write_json(folder / "command.json", {"fit": list(arguments)})
-            raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+        fit = simulate(
+            options.algorithm,
+            data,
+            rounds,
+            cohort=options.cohort,
+            in_turn=options.in_turn,
+            seed=options.seed,
+            loop=options.loop,
+            folder=folder,
+            resume=options.resume,
+            force=options.force,
+            callbacks=(callback,),
+            config={"file": path.name},
+        )
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
     show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
     show(posterior_table(fit))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -285,3 +286,15 @@ def write_json(path: Path, content: Any) -> None:
         write(path, json.dumps(content, indent=2).encode())
     except OSError as problem:
         raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None
+
+
+@contextlib.contextmanager
+def keeping(folder: Path, command: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Keep in a run's folder what was typed, however the run ends but for an error; one that is stopped says how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "config.json").is_file():
+            write_json(folder / "command.json", {command: list(arguments)})
+        raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+    write_json(folder / "command.json", {command: list(arguments)})

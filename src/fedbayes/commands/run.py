@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from tyro.conf import UseAppendAction, arg
 
 from fedbayes.commands.display import progress_bar, result_table, show
-from fedbayes.commands.options import Chosen, DataOptions, RunOptions, choose, write_json
+from fedbayes.commands.options import Chosen, DataOptions, RunOptions, choose, keeping
 from fedbayes.errors import UserError
 from fedbayes.fit import Fit, simulate
 from fedbayes.runs import read_json
@@ -50,15 +50,9 @@ def main(arguments: Sequence[str]) -> None:
     folder = options.out or Path("runs") / f"{name}-{data.name}-{options.seed}"
     settings = options.settings
     trackers = tuple(tracker(spec) for spec in options.track)
-    with progress_bar() as add:
+    with progress_bar() as add, keeping(folder, "run", arguments):
         callbacks = (add(name, settings.rounds), *trackers)
-        try:
-            fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=callbacks)
-            write_json(folder / "command.json", {"run": list(arguments)})
-        except KeyboardInterrupt:
-            if (folder / "config.json").is_file():
-                write_json(folder / "command.json", {"run": list(arguments)})
-            raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+        fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=callbacks)
     show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
     show(f"run folder: {folder}")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import time
@@ -167,7 +166,7 @@ class FlowerPost:
 
     def sites(self) -> list[int]:
         """The numbers of the connected sites; a node that is new is asked which one it is."""
-        nodes, now = set(_tried(self.grid.get_node_ids, "who is there is not known now")), time.monotonic()
+        nodes, now = set(_tried("who is there is not known now", self.grid.get_node_ids)), time.monotonic()
         self.refused = {node: until for node, until in self.refused.items() if until > now}
         new = nodes - set(self.node_of.values()) - set(self.refused)
         silent = set(new)
@@ -208,7 +207,7 @@ class FlowerPost:
     def _push(self, node: int, kind: str, content: RecordDict, group: str, patience: float) -> list[str]:
         """Send a message; gives its identifier, or none where the node cannot be reached."""
         message = Message(content, dst_node_id=node, message_type=kind, group_id=group, ttl=patience)
-        sent = _tried(lambda: self.grid.push_messages([message]), f"node {node} cannot be asked")
+        sent = _tried(f"node {node} cannot be asked", self.grid.push_messages, [message])
         return [identifier for identifier in sent if identifier]
 
     def _exchange(self, asked: dict[int, tuple[str, RecordDict, str]], patience: float) -> Iterator[tuple[int, Reply]]:
@@ -221,8 +220,8 @@ class FlowerPost:
             _let_go(large)
         while waiting and time.monotonic() < end:
             for identifier in list(waiting):
-                look = functools.partial(self.grid.pull_messages, {identifier})
-                for message in _tried(look, f"the answer of node {waiting[identifier]} cannot be fetched now"):
+                late = f"the answer of node {waiting[identifier]} cannot be fetched now"
+                for message in _tried(late, self.grid.pull_messages, {identifier}):
                     reply = _reply(message)
                     large = sum(array.nbytes for array in reply.arrays.values()) > LARGE
                     _let_go(large)
@@ -235,10 +234,10 @@ class FlowerPost:
             log.warning("node %s did not answer within %.0f s", node, patience)
 
 
-def _tried(ask: Callable[[], Iterable[Any]], otherwise: str) -> Iterable[Any]:
+def _tried(otherwise: str, ask: Callable[..., Iterable[Any]], *given: Any) -> Iterable[Any]:
     """What a SuperLink says, or nothing where it fails for once, which is no reason to end a run."""
     try:
-        return ask()
+        return ask(*given)
     except Exception as problem:
         log.warning("%s: %s", otherwise, problem)
         return []
