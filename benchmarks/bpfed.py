@@ -47,7 +47,7 @@ SIZES = {"small": (50, 950), "large": (900, 300)}
 """Rows of each label of a client: training, test."""
 SUBSET = {"small": (25, 200), "large": (150, 90)}
 """The same of CIFAR-10, of which there are 12,000 images here; the paper has 25 and 475, 450 and 150, and twenty clients."""
-ROUNDS = {"small": (50, 10), "large": (8, 2)}
+ROUNDS = {"small": (50, 10), "large": (30, 5)}
 """Rounds, and how often every client is scored."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, subset"}
 ADAM = fb.Training(10, "adam", 50, lr=0.001)
@@ -335,7 +335,7 @@ def cost() -> str:
         methods += [fb.BPFed(model, train=ADAM, reinforce=False, local_reparametrisation=local) for local in (False, True)]
         rounds = [prepared(method, rows) for method in methods]
         times: list[list[float]] = [[] for _ in methods]
-        for _ in range(25):
+        for _ in range(100):
             for one, seconds in zip(rounds, times, strict=True):
                 began = time.perf_counter()
                 jax.block_until_ready(one())
