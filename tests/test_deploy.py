@@ -1,8 +1,11 @@
 """A deployment's two sides in one process: the simulator's numbers, and what happens when sites fail."""
 
 import dataclasses
+import importlib.util
 import json
 import logging
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -17,6 +20,7 @@ from fedbayes import wire
 from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.deploy.site import Site, locked
+from fedbayes.deploy.template import write_project
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, mlp
 from fedbayes.silos import SiloSimulation, plan
@@ -242,6 +246,26 @@ def test_a_fingerprint_does_not_depend_on_what_a_process_did_before(kind, model,
     first = one.fingerprint
     jax.clear_caches()
     assert experiment().fingerprint == first
+
+
+COPY = """
+import cloudpickle
+from federation.app import client
+from federation.experiment import experiment
+
+before = experiment.fingerprint
+cloudpickle.loads(cloudpickle.dumps(client))
+copy = cloudpickle.loads(cloudpickle.dumps(experiment))
+del copy.__dict__["fingerprint"]
+assert copy.fingerprint == before
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="needs fedbayes[flower]")
+def test_an_app_that_was_used_can_be_copied_to_rays_processes(tmp_path):
+    """As Flower's simulation does, outside the tests' checks of types, which cannot be copied."""
+    write_project(tmp_path / "project", "fedper", 2, ROUNDS)
+    subprocess.run([sys.executable, "-c", COPY], cwd=tmp_path / "project", check=True, timeout=300)
 
 
 def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):

@@ -1,9 +1,13 @@
 """Real processes: a SuperLink with TLS, nodes with keys, runs; and what happens when one of them fails or is killed."""
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import textwrap
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +21,7 @@ from fedbayes import wire
 from fedbayes.commands.deploy import experiment_of
 from fedbayes.deploy.certificates import make_key
 from fedbayes.deploy.experiment import site_rows
-from fedbayes.deploy.processes import federation
+from fedbayes.deploy.processes import Federation, federation
 from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
 from fedbayes.silos import SiloSimulation
@@ -160,6 +164,25 @@ def test_two_real_sites_give_the_simulators_state(name, running, tmp_path):
     running.run({"out": str(tmp_path / "server")}, wait=WAIT, project=project(tmp_path / "project", name))
     assert_simulators(tmp_path / "project", tmp_path / "server")
     assert [entry["sites"] for entry in rounds_done(tmp_path / "server")] == [[0, 1]] * ROUNDS
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs fedbayes[simulation]")
+@pytest.mark.parametrize("name", ["fedper", "sfvi-avg"])
+def test_flowers_own_simulation_gives_the_simulators_state(name, tmp_path):
+    folder, server = project(tmp_path / "project", name), tmp_path / "server"
+    flower = Federation(folder, tmp_path, [])
+    flower.environment["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
+    config = f'out="{server}" state="{tmp_path / "sites"}"'
+    size = f"num-supernodes={SITES} client-resources-num-cpus=1"
+    try:
+        flower.command(["flwr", "run", str(folder), "local", "--stream", "--federation-config", size, "-c", config], WAIT)
+        assert_simulators(folder, server)
+    finally:  # Flower leaves its server there for the next run
+        told = (tmp_path / "flwr").as_posix().encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if b"FLWR_HOME=" + told in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGTERM)
 
 
 CAPTURE = """

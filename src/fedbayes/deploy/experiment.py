@@ -91,6 +91,10 @@ class Experiment:
         if not self.patience > 0:
             raise UserError(f"patience is {self.patience}, but it is a number of seconds above 0")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For Flower's simulation, which copies a site's app to Ray's processes: all but the program, which cannot go there."""
+        return {name: value for name, value in self.__dict__.items() if name != "_program"}
+
     @property
     def networked(self) -> bool:
         """Whether sites hold rows for a network, and not a silo's data for a structured model."""
