@@ -350,6 +350,20 @@ def test_seeds_are_pooled_and_options_are_not(folders, tmp_path, monkeypatch):
     assert "different data sets" not in text
 
 
+def test_differences_are_paired_by_seed_and_client(run, folders, monkeypatch):
+    """Half of each client's rows more are right: 50 points, of which every seed and client is sure."""
+    only_text(monkeypatch)
+    for folder in folders.iterdir():
+        scores = records.load(folder).scores
+        share = 0.0 if folder.name.startswith("two") else 0.5
+        wrong = {stance: score._replace(error=(share * score.rows).astype(np.float32)) for stance, score in scores.items()}
+        (folder / "scores.safetensors").write_bytes(wire.pack(wrong))
+    text = page.report([folders], folders / "out.html").read_text("utf-8")
+    assert "Difference from FedPer (dropout 0.4), in pairs: over all test rows; 95 % interval for other seeds" in text
+    row = r'<th scope="row">FedPer \(dropout 0.2\)</th><td>personal</td><td>participating</td>'
+    assert len(re.findall(row + r'<td class="number"><b>\+50.0 \[\+50.0, \+50.0\]</b></td>', text)) == 1
+
+
 def test_other_data_is_apart(run, folders, monkeypatch):
     """Of the same name and sizes, but another partition at the same seed."""
     only_text(monkeypatch)

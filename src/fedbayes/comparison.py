@@ -124,8 +124,7 @@ def differences(
     if not seeds:
         return []
     found = []
-    first = runs[seeds[0]]
-    for stance in first.scores:
+    for stance in (name for name in runs[seeds[0]].scores if name in others[seeds[0]].scores):
         for group in ("participating", "unseen"):
             for form in FORMS:
                 ours, theirs = ([_of(run[seed], stance, group, form) for seed in seeds] for run in (runs, others))

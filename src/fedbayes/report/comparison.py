@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
-from fedbayes.commands.tables import PERCENT
-from fedbayes.comparison import intervals
+from fedbayes.commands.tables import PERCENT, WORDS, Cell, difference_sheet
+from fedbayes.comparison import differences, intervals
 from fedbayes.evaluate import HIGHER_IS_BETTER, SHOWN
 from fedbayes.report import curves, posteriors
 from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.figures import TITLES, distinct, flat, number, scaled, size
 from fedbayes.report.records import GROUPS, Record
 from fedbayes.report.sections import evaluation_curves, traffic
+from fedbayes.stances import Evaluation
 
 SAME = ("algorithm", "options", "rounds", "cohort", "in_turn", "dropout", "network", "file", "model", "start")
 """What runs of one method have in common; their seeds differ, and how often they were evaluated does not matter."""
@@ -119,7 +121,8 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
     ]
     sections = []
     if done:
-        sections.append(Section(f"Results{where}", _results(done, records[0].numeric, varied)))
+        blocks = [*_results(done, records[0].numeric, varied), *_differences(done, records[0].numeric, varied)]
+        sections.append(Section(f"Results{where}", blocks))
     sections.append(Section(f"Learning curves{where}", _curves(found, records[0].numeric)))
     sections.append(Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)]))
     return sections
@@ -161,6 +164,26 @@ def _results(found: Sequence[Method], numeric: bool, varied: bool) -> list[Any]:
     few = {len(method.records) for method in found}
     said += " Methods differ in their number of seeds." if len(few) > 1 else ""
     return [Prose(said), *blocks, Pictures(pictures)]
+
+
+def _differences(found: Sequence[Method], numeric: bool, varied: bool) -> list[Table]:
+    """Of every method from the first, as `fedbayes compare` prints them; where runs have their clients' scores."""
+    runs: dict[str, dict[int, Evaluation]] = {}
+    for label, records in found:
+        for one in records:
+            if (evaluation := one.evaluation) is not None:
+                runs.setdefault(label, {})[int(one.config["seed"])] = evaluation
+    first, *others = runs or [""]
+    told = [one for label in others for one in differences(label, runs[label], first, runs[first], crossed=not varied)]
+    if not told:
+        return []
+    sheet = difference_sheet(told, "both", numeric)
+    rows = [[section[0][0].text, *map(_marked, row[1:])] for section in sheet.sections for row in section]
+    return [Table(sheet.headings, rows, f"D{sheet.title[1:]}, in pairs: {sheet.caption}", WORDS)]
+
+
+def _marked(cell: Cell) -> str:
+    return Markup("<b>{}</b>").format(cell.text) if cell.bold else cell.text
 
 
 def _bounded(name: str, values: Sequence[float]) -> tuple[float, ...]:

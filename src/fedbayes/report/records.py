@@ -20,6 +20,7 @@ from fedbayes.data.describe import Facts
 from fedbayes.errors import UserError
 from fedbayes.evaluate import Score, about_numbers
 from fedbayes.runs import read_json, read_scores
+from fedbayes.stances import Evaluation
 
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
@@ -89,6 +90,13 @@ class Record:
     def numeric(self) -> bool:
         """Whether the target is a number."""
         return about_numbers(self.figures)
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The clients' scores at the end, where they are known and it is known which clients were held out."""
+        if not self.scores or self.data is None:
+            return None
+        return Evaluation(self.rounds, self.scores, np.array(self.data.unseen, bool), self.numeric)
 
     @property
     def state(self) -> str:
