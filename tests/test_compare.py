@@ -431,7 +431,7 @@ def test_stopped_and_resumed_in_two_processes_is_the_same(small, whole, tmp_path
     until_a_run_is_finished(first, tmp_path / "runs")
     os.kill(first.pid, how)
     _, err = first.communicate(timeout=120)
-    assert first.returncode == (-how if how == signal.SIGKILL else 130)
+    assert first.returncode == (-how if how == signal.SIGKILL else 130), err
     assert how == signal.SIGKILL or "the same command goes on with them" in err
     assert len(list(tmp_path.glob("runs/*/result.json"))) < 4
     second = command(*arguments)

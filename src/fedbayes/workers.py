@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import IO, Any, NamedTuple
 from fedbayes.commands.options import DataOptions, RunOptions, arguments, build, default, override, write_json
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
-from fedbayes.fit import simulate
+from fedbayes.fit import simulate, stop_after_round
 from fedbayes.runs import locked
 from fedbayes.study import Job
 from fedbayes.trackers import tracker
@@ -139,18 +140,18 @@ class Crew:
         threads = [threading.Thread(target=self._take, daemon=True) for _ in range(self.size)]
         for thread in threads:
             thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.1)  # in short waits, so that Ctrl-C is heard
-        except KeyboardInterrupt:
-            self._stop(signal.SIGINT)
-            try:
-                for thread in threads:
-                    thread.join(60)
-            finally:  # also after a second Ctrl-C
-                self._stop(signal.SIGKILL)
-            raise
+        # An interrupt that were raised here could be lost in what JAX does while Python collects garbage.
+        with stop_after_round() as stopped:
+            while (at_work := any(thread.is_alive() for thread in threads)) and not stopped():
+                time.sleep(0.05)
+            if at_work:
+                self._stop(signal.SIGINT)
+                try:
+                    for thread in threads:
+                        thread.join(60)
+                finally:  # also after a second Ctrl-C
+                    self._stop(signal.SIGKILL)
+                raise KeyboardInterrupt
         return [done if done is not None else Done(failure="it was not started") for done in self.done]
 
     def _stop(self, number: int) -> None:
