@@ -50,7 +50,7 @@ NUTS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train the papers' methods for networks beside FedAvg, fit a mixed model over two silos, and write the page."""
+    """Train the papers' methods for networks beside FedAvg, fit a mixed model over two silos by theirs, and write the page."""
     if arguments:
         if arguments[0] in ("-h", "--help"):
             print(
@@ -74,31 +74,42 @@ def main(arguments: Sequence[str]) -> None:
     )
     show("own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.\n")
     if SIX_CITIES.exists():
-        show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py), by SFVI.\n")
+        show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py).\n")
         show(beside_nuts(six_cities()))
-        show("The silos sent gradients of what they share, 10,000 times; the children's own effects stayed.\n")
-    page = report([OUT], OUT / "report.html")
+        show(
+            "For SFVI the silos sent gradients of what they share, 10,000 times; for SFVI-Avg their posteriors of it, 20 times;"
+        )
+        show("the children's own effects stayed.\n")
+    page = report([OUT / "fedavg-0", OUT], OUT / "report.html")  # differences are from the first
     show(f"{time.perf_counter() - started:.0f} s. All figures, pictures and what was sent: {page}; next: docs/your-data.md.")
 
 
-def six_cities() -> SiloFit:
-    """SFVI over the example's silos."""
-    from fedbayes import SFVI, Family
+def six_cities() -> dict[str, SiloFit]:
+    """SFVI and SFVI-Avg over the example's silos."""
+    from fedbayes import SFVI, Family, SFVIAvg
 
     model = python_file(SIX_CITIES, ["population", "silo", "silos"], "the example")
-    rounds = 10_000
-    algorithm = SFVI(model.population, model.silo, family=Family(moving_scale=True, bound=20), lr=0.05, decay=0.01)
+    family = Family(moving_scale=True, bound=5)
+    planned: dict[str, tuple[SFVI | SFVIAvg, int]] = {
+        "SFVI": (SFVI(model.population, model.silo, family=family, lr=0.05, decay=0.01), 10_000),
+        "SFVI-Avg": (SFVIAvg(model.population, model.silo, family=family, lr=0.05, steps=300), 20),
+    }
+    found = {}
     with progress_bar() as add:
-        bar = add("six cities", rounds)
-        return simulate(algorithm, model.silos(), rounds, folder=OUT / "six-cities", force=True, callbacks=(bar,))
+        for name, (algorithm, rounds) in planned.items():
+            bar, folder = add(f"six cities, {name}", rounds), OUT / f"six-cities-{name.lower()}"
+            found[name] = simulate(algorithm, model.silos(), rounds, folder=folder, force=True, callbacks=(bar,))
+    return found
 
 
-def beside_nuts(fit: SiloFit) -> Table:
-    """The posterior over silos beside that of pooled data."""
+def beside_nuts(fits: dict[str, SiloFit]) -> Table:
+    """The posteriors over silos beside that of pooled data."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "two silos, SFVI", "all together, NUTS"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, (mean, deviation) in NUTS.items():
-        found = fit.result["posterior"][name]
-        table.add_row(name, f"{found['mean']:.2f} ± {found['sd']:.2f}", f"{mean:.2f} ± {deviation:.2f}")
+    table.add_column("")
+    for heading in (*(f"two silos, {name}" for name in fits), "all together, NUTS"):
+        table.add_column(heading, justify="right")
+    for name, pooled in NUTS.items():
+        posteriors = [fit.result["posterior"][name] for fit in fits.values()]
+        cells = [*((one["mean"], one["sd"]) for one in posteriors), pooled]
+        table.add_row(name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in cells))
     return table
