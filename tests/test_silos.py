@@ -33,6 +33,10 @@ TABLE = {
     "pvi": lambda **options: PVI(population, silo, steps=5, **options),
 }
 each_algorithm = pytest.mark.parametrize("name", TABLE)
+one_often = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "sfvi-avg" else pytest.mark.slow) for name in TABLE]
+)
+"""All of them, of which `make test` takes the one that both steps alone and averages."""
 
 
 def started(name, data, rounds=4, **options):
@@ -234,7 +238,7 @@ def test_in_double_precision_partitions_agree_to_ten_digits():
     assert float(run.stdout.split()[-1]) < 1e-10
 
 
-@each_algorithm
+@one_often
 def test_groups_and_one_by_one_agree(name):
     """Equal silos run as one mapped group; one by one they give the same."""
     data = partition(4, 4, 4)
@@ -246,7 +250,7 @@ def test_groups_and_one_by_one_agree(name):
     assert_close(mapped.states, looped.states, 2e-4)
 
 
-@each_algorithm
+@one_often
 @pytest.mark.parametrize("options", [{"cohort": 2}, pytest.param({"in_turn": True}, marks=pytest.mark.slow)])
 def test_silos_that_are_absent_keep_their_state(name, options):
     same, mixed = started(name, partition(4, 4, 4), **options), started(name, partition(3, 4, 5), **options)
@@ -406,7 +410,7 @@ class Stop(Exception):
     pass
 
 
-@each_algorithm
+@one_often
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("fedbayes.silo_fit.CHECKPOINT", 0.0)
     data, algorithm = partition(4, 4, 4), TABLE[name]()

@@ -64,6 +64,7 @@ def test_few_rows_stay_near_one():
     assert float(kept.log_temperature) == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_that_calibrate_take_no_part_in_training():
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(10, 4)).astype(np.float32), generator.integers(0, 2, 10)
