@@ -67,6 +67,7 @@ def trained(data, rounds, cohort=50):
     return simulation
 
 
+@pytest.mark.slow
 def test_bounds_hold_on_new_clients_and_say_something():
     """1,000 new clients with 200 labelled rows each, 2,000 more rows to know their error by: at most δ = 5 % violations."""
     simulation = trained(population(150, 200, 0, 1), 150)

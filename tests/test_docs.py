@@ -387,6 +387,7 @@ def test_own_model_example():
     assert min(accuracies.values()) > 0.3  # a tenth by chance
 
 
+@pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):
     command = [
         sys.executable,
