@@ -218,15 +218,16 @@ def draw(key: PRNGKeyArray, q: MeanField, pool: Float[Array, " m"] | None = None
 
 def _window(key: PRNGKeyArray, pool: Float[Array, " m"], like: Any) -> Any:
     leaves, structure = jax.tree.flatten(like)
+    shapes = [(leaf.size // columns, columns) for leaf in leaves for columns in [leaf.shape[-1] if leaf.ndim > 1 else 1]]
     starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
     place = jax.random.randint(key, (), 0, pool.size - int(starts[-1]) + 1)
+    signs = jax.random.rademacher(jax.random.fold_in(key, 1), (sum(map(sum, shapes)),), jnp.float32)
+    of_rows_and_columns = jnp.split(signs, np.cumsum([side for shape in shapes for side in shape])[:-1].tolist())
 
     def signed(number: int, leaf: Array) -> Array:
-        columns = leaf.shape[-1] if leaf.ndim > 1 else 1
-        rows = leaf.size // columns
-        signs = jax.random.rademacher(jax.random.fold_in(key, number + 1), (rows + columns,), jnp.float32)
-        part = jax.lax.dynamic_slice(pool, (place + int(starts[number]),), (leaf.size,)).reshape(rows, columns)
-        return (part * signs[:rows, None] * signs[None, rows:]).reshape(leaf.shape)
+        rows, columns = of_rows_and_columns[2 * number : 2 * number + 2]
+        part = jax.lax.dynamic_slice(pool, (place + int(starts[number]),), (leaf.size,)).reshape(shapes[number])
+        return (part * rows[:, None] * columns[None, :]).reshape(leaf.shape)
 
     return jax.tree.unflatten(structure, [signed(number, leaf) for number, leaf in enumerate(leaves)])
 

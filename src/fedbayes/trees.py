@@ -81,10 +81,11 @@ def squared_distance(one: Params, other: Params) -> Float[Array, ""]:
 
 
 def normal_like(key: PRNGKeyArray, tree: Params) -> Params:
-    """Standard normal noise in the shape of a tree."""
+    """Standard normal noise in the shape of a tree, drawn at once, which compiles in a fraction of the time."""
     leaves, structure = jax.tree.flatten(tree)
-    noise = [jax.random.normal(one, leaf.shape) for one, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)]
-    return jax.tree.unflatten(structure, noise)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    noise = jnp.split(jax.random.normal(key, (int(ends[-1]),)), ends[:-1].tolist())
+    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in zip(noise, leaves, strict=True)])
 
 
 def finite(tree: Any) -> Bool[Array, ""]:
