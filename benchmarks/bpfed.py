@@ -206,15 +206,13 @@ def tables(out: Path) -> str:
     for data, title in TITLES.items():
         for size in SIZES:
             found = {name: read(out, name, data, size) for name in METHODS}
-            if not any(found.values()):
-                continue
             for key, what, times, digits in rows if data in OTHERS else rows[:-1]:
                 cells = [spread([times * one[key] for one in runs], digits) for runs in found.values()]
                 lines.append(f"| {title}, {size} | {what} | " + " | ".join(cells) + " |")
                 paper = {"best": PUBLISHED, "ece": PUBLISHED_ECE}.get(key, {}).get((data, size))
                 if paper:
                     cells = [str(paper.get(name, "")) for name in METHODS]
-                    lines.append("| | published | " + " | ".join(cells) + " |")
+                    lines.append(f"| {title}, {size} | published | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ def command(run: Callable[[], int]) -> None:
         raise SystemExit(130) from None
 
 
+MISSING = "—"
+"""A figure that was not run."""
+
+
 def spread(values: list[float], digits: int = 2) -> str:
     """Mean ± standard deviation over seeds; a single seed has none."""
     if not values:
-        return "—"
+        return MISSING
     text = f"{statistics.mean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
@@ -42,10 +46,49 @@ def found(out: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 def put(page: Path, section: str, text: str) -> None:
-    """Replace a section of a page, between its marks."""
+    """Replace a section of a page, between its marks. Cells of a table that were not run here stay what they are."""
     whole = page.read_text()
     start, end = whole.index(f"<!-- {section} -->"), whole.index(f"<!-- end {section} -->")
-    write(page, f"{whole[:start]}<!-- {section} -->\n{text}\n{whole[end:]}".encode())
+    write(page, f"{whole[:start]}<!-- {section} -->\n{kept(whole[start:end], text)}\n{whole[end:]}".encode())
+
+
+def kept(old: str, new: str) -> str:
+    """`new`, with what `old` has in the same row and column where `new` has —; rows without any figure are left out.
+
+    >>> print(kept("| | A | B |\\n|---|---|---|\\n| x | 1 | 2 |", "| | A | B |\\n|---|---|---|\\n| x | — | 3 |\\n| y | — | — |"))
+    | | A | B |
+    |---|---|---|
+    | x | 1 | 3 |
+    """
+    known = {place: cell for line in _cells(old) for place, cell in line}
+    lines = []
+    for line, cells in zip(new.splitlines(), _cells(new), strict=True):
+        found = [known.get(place, cell) if cell == MISSING else cell for place, cell in cells]
+        if set(found) == {MISSING}:
+            continue
+        if MISSING in (cell for _, cell in cells):
+            line = f"| {' | '.join([*_split(line)[: -len(found)], *found])} |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _split(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+
+
+def _cells(text: str) -> Iterator[list[tuple[tuple[str, ...], str]]]:
+    """For each line the figures of a table, each with the labels of its row and the title of its column."""
+    titles: list[str] = []
+    lines = text.splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        cells = _split(line)
+        if after.startswith("|---"):
+            titles = cells
+        if not line.startswith("|") or "|---" in (line[:4], after[:4]):
+            yield []
+        else:
+            labels = titles.count("")
+            yield [((*cells[:labels], title), cell) for title, cell in zip(titles[labels:], cells[labels:], strict=False)]
 
 
 def network(of: dict[str, Any], data: fb.data.Clients) -> Model:
