@@ -55,7 +55,8 @@ def put(page: Path, section: str, text: str) -> None:
 def kept(old: str, new: str) -> str:
     """`new`, with what `old` has in the same row and column where `new` has —; rows without any figure are left out.
 
-    >>> print(kept("| | A | B |\\n|---|---|---|\\n| x | 1 | 2 |", "| | A | B |\\n|---|---|---|\\n| x | — | 3 |\\n| y | — | — |"))
+    >>> top = "| | A | B |\\n|---|---|---|"
+    >>> print(kept(f"{top}\\n| x | 1 | 2 |", f"{top}\\n| x | — | 3 |\\n| y | — | — |"))
     | | A | B |
     |---|---|---|
     | x | 1 | 3 |
