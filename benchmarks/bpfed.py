@@ -48,7 +48,7 @@ SIZES = {"small": (50, 950), "large": (900, 300)}
 """Rows of each label of a client: training, test."""
 SUBSET = {"small": (25, 200), "large": (150, 90)}
 """The same of CIFAR-10, of which there are 12,000 images here; the paper has 25 and 475, 450 and 150, and twenty clients."""
-ROUNDS = {"small": (50, 10), "large": (30, 5)}
+ROUNDS = {"small": (100, 10), "large": (30, 5)}
 """Rounds, and how often every client is scored."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, subset"}
 ADAM = fb.Training(10, "adam", 50, lr=0.001)
