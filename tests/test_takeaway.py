@@ -557,6 +557,7 @@ def test_all_formats_give_the_same_rows():
     for name in ("patients.csv", "rows.parquet", "rows.tsv", "rows.csv.gz", "rows.npz"):
         rows = Rows(Path(name), data.layout, data.shape, data.classes, block=7)
         assert (rows.ignored, rows.labelled) == ([], True)
+        assert rows.about() == (None if name.endswith(".gz") else pytest.approx(120, abs=1))
         blocks = list(rows)
         assert max(len(block.x) for block in blocks) == 7
         assert [block.start for block in blocks] == list(range(0, 120, 7))

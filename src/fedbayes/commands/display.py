@@ -19,8 +19,8 @@ def show(*things: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-    """A bar with the time that is left; `add(label, rounds)` gives a callback that moves it on after each round.
+def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
+    """A bar with the time that is left; `add(label, end)` gives a callback that moves it to a number, or a simulation's round.
 
     With a `total` of rounds, of several runs, there is a bar for all of them too, and those that are through are not shown.
     """
@@ -29,15 +29,16 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int], Call
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         everything = None if total is None else progress.add_task("all rounds", total=total)
 
-        def add(label: str, rounds: int) -> Callable[..., None]:
-            task, before = progress.add_task(label, total=rounds), 0
+        def add(label: str, end: int | None) -> Callable[..., None]:
+            task, before = progress.add_task(label, total=end), 0
 
-            def callback(simulation: Any, done: Any) -> None:
+            def callback(at: Any, done: Any = None) -> None:
                 nonlocal before
-                progress.update(task, completed=simulation.round, visible=everything is None or simulation.round < rounds)
+                at = at if isinstance(at, int) else at.round
+                progress.update(task, completed=at, visible=everything is None or end is None or at < end)
                 if everything is not None:
-                    progress.advance(everything, simulation.round - before)
-                before = simulation.round
+                    progress.advance(everything, at - before)
+                before = at
 
             return callback
 

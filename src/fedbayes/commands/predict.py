@@ -14,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from tyro.conf import Positional
 
+from fedbayes.commands.display import progress_bar
 from fedbayes.commands.options import parse
 from fedbayes.data.stream import MISSING, Block, Rows
 from fedbayes.errors import UserError
@@ -47,12 +48,15 @@ def main(arguments: Sequence[str]) -> None:
     if rows.ignored:
         _say(f"ignored: {', '.join(rows.ignored)}")
     tally = Tally(posterior.numeric)
-    with output(options.out) as file:
+    with output(options.out) as file, progress_bar() as add:
+        moved = None if options.out is None else add("rows", rows.about())  # no bar among what is printed
         file.write(line(posterior.columns))
         for block in rows:
             table = posterior.table(block.x)
             tally.add(table, block)
             file.write(lines_of(table))
+            if moved is not None:
+                moved(tally.rows)
     _say(f"{tally.rows:,} rows predicted" + (f": {options.out}" if options.out else ""))
     for sentence in tally.sentences():
         _say(sentence)

@@ -76,6 +76,20 @@ class Rows:
         if not start:
             raise UserError(f"{self.path} has no rows; expected at least one after the names of the columns")
 
+    def about(self) -> int | None:
+        """How many rows there are, more or less: text has as many as the lengths of its first lines let expect."""
+        if self.kind == ".npz":
+            return self._guarded(self._length)
+        if self.kind == ".parquet":
+            import pyarrow.parquet
+
+            return self._guarded(lambda: pyarrow.parquet.read_metadata(self.path).num_rows)
+        if self.path.suffix.lower() != self.kind:  # compressed
+            return None
+        with open(self.path, "rb") as file:
+            start = file.read(2**20)
+        return max(1, round(self.path.stat().st_size / len(start) * start.count(b"\n")))
+
     def labels(self) -> np.ndarray:
         """All labels, refused where one is missing or unknown."""
         found = []
@@ -177,6 +191,10 @@ class Rows:
 
     # Arrays
 
+    def _length(self) -> int:
+        with zipfile.ZipFile(self.path) as archive, archive.open("x.npy") as file:
+            return int(_header(file)[0][0])
+
     def _arrays(self) -> Iterator[tuple[np.ndarray, Any]]:
         with zipfile.ZipFile(self.path) as archive:
             x = _member(archive, "x", self.block, str(self.path))
@@ -233,12 +251,16 @@ def _is_text(word: str) -> bool:
         return True
 
 
+def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(file)
+
+
 def _member(archive: zipfile.ZipFile, name: str, block: int, where: str) -> Iterator[np.ndarray]:
     """An array of an .npz file, some rows at a time; never pickled objects."""
     with archive.open(f"{name}.npy") as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
+        shape, fortran, dtype = _header(file)
         if dtype.hasobject:
             raise UserError(f"{where} holds Python objects, which are not read; save plain arrays of numbers or text")
         if not shape or (fortran and len(shape) > 1):
