@@ -8,9 +8,8 @@
 
 Ten clients have five of ten labels each, those with even numbers 0 to 4 and the others 5 to 9, as the code that pFedBayes'
 and BPFed's authors released divides them; of each label 50 rows train and 950 test (small) or 900 train and 300 test (large),
-all ten in each round. Pixels are scaled to −1…1. Rounds are 10 epochs of Adam at 1e-3 in batches of 50, except where a
-method has its own optimiser; pFedBayes has 20 minibatches with five steps each on small sets, as in its paper, and an epoch of
-90 on large ones. The network is 784-100-10.
+all ten in each round. Pixels are scaled to −1…1. The network is 784-100-10. A round is four epochs on small sets and one on
+large ones, of Adam at 1e-3 in batches of 50, except where a method has its own optimiser.
 Figures are of the personal models, pooled over test rows; every client has as many. A seed is that of the split and the
 start. Each run has a folder under --out: what is there is not run again.
 """
@@ -48,30 +47,36 @@ SIZES = {"small": (50, 950), "large": (900, 300)}
 """Rows of each label of a client: training, test."""
 SUBSET = {"small": (25, 200), "large": (150, 90)}
 """The same of CIFAR-10, of which there are 12,000 images here; the paper has 25 and 475, 450 and 150, and twenty clients."""
-ROUNDS = {"small": (100, 10), "large": (30, 5)}
+EPOCHS = {"small": 4, "large": 1}
+"""Of a round: 20 minibatches, as many as a round of the released code, which calls them epochs; on large sets one epoch, 90."""
+ROUNDS = {"small": (200, 20), "large": (100, 20)}
 """Rounds, and how often every client is scored."""
+FIVE = {"large": (40, 8)}
+"""The same of pFedBayes, which takes five steps with each minibatch."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, subset"}
-ADAM = fb.Training(10, "adam", 50, lr=0.001)
 TUNE = fb.Training(20, "adam", 50, lr=0.001)
 
 
-def several_steps(size: str) -> fb.Training:
-    """For methods with several steps a minibatch: 20 of them, four epochs of 250 rows; on large sets 90, one epoch."""
-    return dataclasses.replace(ADAM, epochs=4 if size == "small" else 1)
+def adam(size: str, **options: Any) -> fb.Training:
+    return fb.Training(**{"epochs": EPOCHS[size], "optimiser": "adam", "batch": 50, "lr": 0.001, **options})
+
+
+def sgd(size: str, lr: float) -> fb.Training:
+    return adam(size, optimiser="sgd", lr=lr)
 
 
 METHODS = {
-    "bpfed": lambda model, size: fb.BPFed(model, train=ADAM, tune=TUNE),
-    "pfedbayes": lambda model, size: fb.PFedBayes(model, train=several_steps(size), tune=TUNE),
-    "fedsoul": lambda model, size: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=ADAM),
-    "fedper": lambda model, size: fb.FedPer(model, train=ADAM, tune=TUNE),
-    "fedrep": lambda model, size: fb.FedRep(model, head=ADAM, train=dataclasses.replace(ADAM, epochs=1), tune=TUNE),
-    "fedrep-released": lambda model, size: ReleasedFedRep(model, several_steps(size)),
-    "lg-fedavg": lambda model, size: fb.LGFedAvg(model, train=ADAM, tune=TUNE),
-    "per-fedavg": lambda model, size: fb.PerFedAvg(model, alpha=0.01, train=fb.Training(10, batch=50, lr=0.1)),
-    "pfedme": lambda model, size: fb.PFedMe(model, train=fb.Training(10, batch=50, lr=0.01)),
-    "fedavg": lambda model, size: fb.FedAvg(model, train=ADAM, tune=TUNE),
-    "fedper-tempered": lambda model, size: fb.Tempered(fb.FedPer(model, train=ADAM, tune=TUNE)),
+    "bpfed": lambda model, size: fb.BPFed(model, train=adam(size), tune=TUNE),
+    "pfedbayes": lambda model, size: fb.PFedBayes(model, train=adam(size), tune=TUNE),
+    "fedsoul": lambda model, size: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=adam(size)),
+    "fedper": lambda model, size: fb.FedPer(model, train=adam(size), tune=TUNE),
+    "fedrep": lambda model, size: fb.FedRep(model, head=adam(size), train=adam(size, epochs=1), tune=TUNE),
+    "fedrep-released": lambda model, size: ReleasedFedRep(model, adam(size)),
+    "lg-fedavg": lambda model, size: fb.LGFedAvg(model, train=adam(size), tune=TUNE),
+    "per-fedavg": lambda model, size: fb.PerFedAvg(model, alpha=0.01, train=sgd(size, 0.1)),
+    "pfedme": lambda model, size: fb.PFedMe(model, train=sgd(size, 0.01)),
+    "fedavg": lambda model, size: fb.FedAvg(model, train=adam(size), tune=TUNE),
+    "fedper-tempered": lambda model, size: fb.Tempered(fb.FedPer(model, train=adam(size), tune=TUNE)),
 }
 LABELS = dict(
     zip(
@@ -160,7 +165,7 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
     done = folder / "figures.json"
     if done.exists():
         return json.loads(done.read_text())
-    rounds, every = ROUNDS[size]
+    rounds, every = (FIVE if name == "pfedbayes" and size in FIVE else ROUNDS)[size]
     began = time.perf_counter()
     fit = fb.simulate(
         METHODS[name](network(data), size),
@@ -331,8 +336,9 @@ def cost() -> str:
         "cnn": fb.models.cnn((28, 28), Categorical(10), (8, 16), (32,)),
     }
     for title, model in networks.items():
-        methods = [fb.FedPer(model, train=ADAM)]
-        methods += [fb.BPFed(model, train=ADAM, reinforce=False, local_reparametrisation=local) for local in (False, True)]
+        train = adam("small", epochs=10)
+        methods = [fb.FedPer(model, train=train)]
+        methods += [fb.BPFed(model, train=train, reinforce=False, local_reparametrisation=local) for local in (False, True)]
         rounds = [prepared(method, rows) for method in methods]
         times: list[list[float]] = [[] for _ in methods]
         for _ in range(100):
