@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
         show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py).\n")
         show(beside_nuts(six_cities()))
         show("For SFVI the silos sent gradients of what they share, 10,000 times, for SFVI-Avg posteriors of it, 20 times; the")
-        show("children's own effects stayed.\n")
+        show("children's own effects stayed. NUTS was run once, for docs/results/six-cities.md.\n")
     page = report([OUT / "fedavg-0", OUT], OUT / "report.html")  # differences are from the first
     show(f"{time.perf_counter() - started:.0f} s. All figures, pictures and what was sent: {page}; next: docs/your-data.md.")
 
