@@ -90,6 +90,11 @@ METHODS = {
     "fedem": lambda model, tau, data: fb.FedEM(model, fine_tune=True, train=training(tau)),
     "fedpop": lambda model, tau, data: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=training(tau)),
 }
+ALL_LAYERS = {
+    "niw-all": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.2, train=training(tau)),
+    "mixture-all": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
+}
+"""FedHB with no layer frozen."""
 LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA", "FedBE", "FedEM", "FedPop"]
 
 
@@ -126,19 +131,19 @@ def tables(out: Path) -> str:
     calibration = ["| | | " + " | ".join(LABELS) + " |", "|---" * (len(LABELS) + 2) + "|"]
     for data, epochs in SETTINGS:
         found = {name: _found(out, name, data, epochs) for name in METHODS}
-        title = f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
+        setting = title(data, epochs)
         for place, stance in enumerate(("global", f"{RATES[0]:g}")):
             kind = ("global", "personalised")[place]
             published = PUBLISHED[data, epochs][place].split()
-            cells = [spread([one[stance]["accuracy"] for one in runs]) for runs in found.values()]
-            lines.append(f"| {title}, {kind} | " + " | ".join(cells) + " |")
+            cells = [_accuracy(runs, stance) for runs in found.values()]
+            lines.append(f"| {setting}, {kind} | " + " | ".join(cells) + " |")
             lines.append("| published | " + " | ".join(published) + " |")
             for figure, digits in (("ece", 2), ("log_score", 3)):
                 cells = [spread([one[stance][figure] for one in runs], digits) for runs in found.values()]
-                calibration.append(f"| {title}, {kind} | {figure} | " + " | ".join(cells) + " |")
+                calibration.append(f"| {setting}, {kind} | {figure} | " + " | ".join(cells) + " |")
         for rate in RATES:
-            cells = [spread([one[f"{rate:g}"]["accuracy"] for one in runs if f"{rate:g}" in one]) for runs in found.values()]
-            rates.append(f"| {title}, step size {rate:g} | " + " | ".join(cells) + " |")
+            cells = [_accuracy(runs, f"{rate:g}") for runs in found.values()]
+            rates.append(f"| {setting}, step size {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(
         [
             "### Accuracy",
@@ -154,6 +159,27 @@ def tables(out: Path) -> str:
             *calibration,
         ]
     )
+
+
+def all_layers(out: Path) -> str:
+    """FedHB with no layer frozen, beside the published figures."""
+    lines = ["| all layers trained | NIW | published | Mixture | published |", "|---" * 5 + "|"]
+    for data, epochs in SETTINGS:
+        found = [_found(out, name, data, epochs) for name in ALL_LAYERS]
+        for place, stance in ((0, "global"), *((1, f"{rate:g}") for rate in RATES)):
+            published = PUBLISHED[data, epochs][place].split()
+            cells = [cell for runs, figure in zip(found, published, strict=False) for cell in (_accuracy(runs, stance), figure)]
+            kind = "global" if place == 0 else f"personalised at {stance}"
+            lines.append(f"| {title(data, epochs)}, {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def title(data: str, epochs: int) -> str:
+    return f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
+
+
+def _accuracy(runs: list[dict[str, Any]], stance: str) -> str:
+    return spread([one[stance]["accuracy"] for one in runs if stance in one])
 
 
 def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]:
@@ -254,7 +280,7 @@ def centralised(seeds: list[int], out: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(METHODS), help="methods, by name, with commas")
+    parser.add_argument("--only", default=",".join(METHODS | ALL_LAYERS), help="methods, by name, with commas")
     parser.add_argument("--data", nargs="+", default=["mnist", "fashion_mnist"])
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -277,11 +303,12 @@ def main() -> int:
         for data in options.data:
             for epochs in options.epochs:
                 for name in options.only.split(","):
-                    algorithm = METHODS[name](network(data), epochs, data)
+                    algorithm = (METHODS | ALL_LAYERS)[name](network(data), epochs, data)
                     found = run(name, algorithm, data, epochs, seed, options.out)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
     common.put(PAGE, "tables", tables(options.out))
+    common.put(PAGE, "all-layers", all_layers(options.out))
     return 0
 
 

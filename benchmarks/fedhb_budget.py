@@ -97,7 +97,7 @@ def run(name: str, data: str, epochs: int, seed: int, out: Path) -> dict[str, An
 def table(out: Path) -> str:
     lines = ["| | | " + " | ".join(fedhb.LABELS) + " |", "|---" * (len(fedhb.LABELS) + 2) + "|"]
     for data, epochs in fedhb.SETTINGS:
-        title = f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
+        title = fedhb.title(data, epochs)
         runs = {name: common.found(out, f"test-{name}-{data}-{epochs}-*.json") for name in fedhb.METHODS}
         for stance, kind in (("global", "global"), ("adapted", "personalised")):
             for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
