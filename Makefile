@@ -15,6 +15,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-all: test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[simulation]'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 docs: $(VENV)/.test

@@ -53,7 +53,9 @@ def put(page: Path, section: str, text: str) -> None:
 
 
 def kept(old: str, new: str) -> str:
-    """`new`, with what `old` has in the same row and column where `new` has —; rows without any figure are left out.
+    """`new`, with what `old` has in the same row and column where `new` has —.
+
+    Rows without any figure are left out, and published figures below them.
 
     >>> top = "| | A | B |\\n|---|---|---|"
     >>> print(kept(f"{top}\\n| x | 1 | 2 |", f"{top}\\n| x | — | 3 |\\n| y | — | — |"))
@@ -62,10 +64,12 @@ def kept(old: str, new: str) -> str:
     | x | 1 | 3 |
     """
     known = {place: cell for line in _cells(old) for place, cell in line}
-    lines = []
+    lines: list[str] = []
+    dropped = False
     for line, cells in zip(new.splitlines(), _cells(new), strict=True):
         found = [known.get(place, cell) if cell == MISSING else cell for place, cell in cells]
-        if set(found) == {MISSING}:
+        dropped = set(found) == {MISSING} or (dropped and "published" in _split(line))
+        if dropped:
             continue
         if MISSING in (cell for _, cell in cells):
             line = f"| {' | '.join([*_split(line)[: -len(found)], *found])} |"
@@ -88,8 +92,11 @@ def _cells(text: str) -> Iterator[list[tuple[tuple[str, ...], str]]]:
         if not line.startswith("|") or "|---" in (line[:4], after[:4]):
             yield []
         else:
-            labels = titles.count("")
-            yield [((*cells[:labels], title), cell) for title, cell in zip(titles[labels:], cells[labels:], strict=False)]
+            labels = max(1, titles.count(""))
+            yield [
+                ((*cells[:labels], title, str(place)), cell)
+                for place, (title, cell) in enumerate(zip(titles[labels:], cells[labels:], strict=False))
+            ]
 
 
 def network(of: dict[str, Any], data: fb.data.Clients) -> Model:

@@ -103,7 +103,7 @@ def table(out: Path) -> str:
             for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
                 cells = [common.spread([one[stance][figure] for one in found], digits) for found in runs.values()]
                 lines.append(f"| {title}, {kind} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
-        chosen = [f"{found[0]['train']:.2g}, {found[0]['tune']:g}" if found else "—" for found in runs.values()]
+        chosen = [f"{found[0]['train']:.2g}, {found[0]['tune']:g}" if found else common.MISSING for found in runs.values()]
         lines.append(f"| {title} | chosen factors | " + " | ".join(chosen) + " |")
     return "\n".join(lines)
 

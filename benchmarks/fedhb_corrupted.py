@@ -81,10 +81,9 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
 
 def table(names: list[str], out: Path) -> str:
     runs = {name: common.found(out, f"{name}-*/figures.json") for name in names}
-    runs = {name: found for name, found in runs.items() if found}
     lines = ["| | | " + " | ".join(LABELS[name] for name in runs) + " |", "|---" * (len(runs) + 2) + "|"]
-    for rows in next(iter(runs.values()))[0] if runs else []:
-        for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)) if rows != "seconds" else ():
+    for rows in [f"{stance}, {group}" for stance in ("global", "adapted") for group in ("participating", "unseen")]:
+        for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
             cells = [common.spread([one[rows][figure] for one in found], digits) for found in runs.values()]
             lines.append(f"| {rows} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

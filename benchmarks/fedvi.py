@@ -97,12 +97,11 @@ def found_of(label: str, out: Path) -> list[dict[str, Any]]:
 
 def table(config: dict[str, Any], out: Path) -> str:
     """Accuracy over rows, as the paper weighs, then log score and ECE, for clients that took part and that did not."""
-    labels = [label for label in LABELS if found_of(label.rstrip("+-"), out)]
-    lines = ["| | | " + " | ".join(LABELS[label] for label in labels) + " |", "|---" * (len(labels) + 2) + "|"]
+    lines = ["| | | " + " | ".join(LABELS.values()) + " |", "|---" * (len(LABELS) + 2) + "|"]
     for group in ("participating", "unseen"):
         for figure, digits in (("accuracy_rows", 2), ("log_score", 3), ("ece", 2), ("worst_tenth", 2)):
             cells = []
-            for label in labels:
+            for label in LABELS:
                 stance = "global" if label in ("fedavg", "fedvi-") else "adapted"
                 runs = found_of(label.rstrip("+-"), out)
                 cells.append(common.spread([one[f"{stance}, {group}"][figure] for one in runs], digits))

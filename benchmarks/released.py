@@ -69,7 +69,7 @@ class ReleasedFedRep(Algorithm[Server, Local, Down, Up]):
         start = (trees.merge(local.personal, down.shared), local.of_all, local.of_head, jnp.float32(0), jnp.float32(0))
         w, of_all, of_head, total, count = local_steps(step, start, key, data, self.train.batch, self.train.epochs)
         head, body = trees.split(w, HEAD)
-        return Up(body, rows(data), total / count), Local(head, of_all, of_head)
+        return Up(body, rows(data), total / jnp.maximum(count, 1)), Local(head, of_all, of_head)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         return Server(up.shared, server.round + 1)

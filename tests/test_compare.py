@@ -138,6 +138,8 @@ def test_differences_are_paired_and_signed():
     apart = {(one.group, one.figure, one.form): one for one in differences("good", good, "base", base, crossed=False)}
     assert apart["participating", "accuracy", "rows"].intervals["clients"] is None
     assert apart["participating", "accuracy", "rows"].intervals["seeds"] == pytest.approx(gain.intervals["seeds"])
+    blind = {0: base[0], 1: Evaluation(3, {"personal": base[1].scores["global"]}, base[1].unseen, False)}
+    assert differences("good", good, "base", blind) == []  # no stance that all of the seeds have
     single = differences("good", {0: good[0]}, "base", {0: base[0]})
     assert single[0].intervals["seeds"] is None
     assert single[0].interval() == single[0].intervals["clients"]

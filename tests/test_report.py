@@ -488,3 +488,8 @@ def test_numbers_as_targets(tmp_path):
     assert "RMSE" in text
     assert "Who has which targets" in text
     assert "mean gap between levels and shares" in text
+    shutil.copytree(tmp_path / "run", tmp_path / "begun")
+    (tmp_path / "begun" / "result.json").unlink()
+    simulate(algorithm, clients, rounds=1, folder=tmp_path / "other", stances=("global",), seed=1)
+    text = page.report([tmp_path / "begun", tmp_path / "run", tmp_path / "other"]).read_text("utf-8")
+    assert "RMSE" in text

@@ -490,10 +490,12 @@ def test_other_classes(capfd, home):
 )
 def test_bad_arrays_have_a_sentence(capfd, home, arrays, sentence):
     np.savez("bad.npz", **arrays)
-    code, _, err = command(capfd, "predict", home / "me.safetensors", "--data", "bad.npz")
-    assert code == 2
-    assert sentence in err
-    assert len(err.splitlines()) == 1
+    for out in ([], ["--out", "out.csv"]):
+        code, _, err = command(capfd, "predict", home / "me.safetensors", "--data", "bad.npz", *out)
+        assert code == 2
+        assert sentence in err
+        assert len(err.splitlines()) == 1
+    assert not Path("out.csv").exists()
 
 
 def test_a_cut_off_npz_and_unknown_kinds(capfd, home):

@@ -124,7 +124,8 @@ def differences(
     if not seeds:
         return []
     found = []
-    for stance in (name for name in runs[seeds[0]].scores if name in others[seeds[0]].scores):
+    both = [run[seed].scores for run in (runs, others) for seed in seeds]
+    for stance in (name for name in both[0] if all(name in scores for scores in both)):
         for group in ("participating", "unseen"):
             for form in FORMS:
                 ours, theirs = ([_of(run[seed], stance, group, form) for seed in seeds] for run in (runs, others))

@@ -7,7 +7,6 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -162,7 +161,7 @@ def bars(jobs: Sequence[Job]) -> Iterator[Any]:
         def progress(job: Job, round: int) -> None:
             if job.place not in known:
                 known[job.place] = add(job.place, job.run.rounds)
-            known[job.place](SimpleNamespace(round=round), None)
+            known[job.place](round)
 
         yield progress
 

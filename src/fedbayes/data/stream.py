@@ -193,7 +193,8 @@ class Rows:
 
     def _length(self) -> int:
         with zipfile.ZipFile(self.path) as archive, archive.open("x.npy") as file:
-            return int(_header(file)[0][0])
+            shape = _header(file)[0]
+            return int(shape[0]) if shape else 0
 
     def _arrays(self) -> Iterator[tuple[np.ndarray, Any]]:
         with zipfile.ZipFile(self.path) as archive:

@@ -99,7 +99,10 @@ def _settings(context: Context) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value not in (None, "")} | dict(context.node_config)
     for name in ("number", "state"):
         if name not in settings:
-            raise Told(f"the site's settings lack {name}; start it with --node-config 'number=0 state=\"…\" …'")
+            raise Told(
+                f"the site's settings lack {name}; start it with --node-config 'number=0 state=\"…\" …', or in Flower's "
+                "simulation the run with -c 'state=\"…\"'"
+            )
     return settings
 
 

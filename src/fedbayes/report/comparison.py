@@ -113,7 +113,7 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
     if records[0].structured:
         parts = posteriors.side_by_side(records, _labels(records))
         return [part._replace(title=part.title + where) for part in parts]
-    found = methods(records, varied)
+    found, numeric = methods(records, varied), any(one.numeric for one in records)  # a run without figures is not known to be
     done = [
         Method(label, finished)
         for label, members in found
@@ -121,9 +121,9 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
     ]
     sections = []
     if done:
-        blocks = [*_results(done, records[0].numeric, varied), *_differences(done, records[0].numeric, varied)]
+        blocks = [*_results(done, numeric, varied), *_differences(done, numeric, varied)]
         sections.append(Section(f"Results{where}", blocks))
-    sections.append(Section(f"Learning curves{where}", _curves(found, records[0].numeric)))
+    sections.append(Section(f"Learning curves{where}", _curves(found, numeric)))
     sections.append(Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)]))
     return sections
 
@@ -174,7 +174,8 @@ def _differences(found: Sequence[Method], numeric: bool, varied: bool) -> list[T
             if (evaluation := one.evaluation) is not None:
                 runs.setdefault(label, {})[int(one.config["seed"])] = evaluation
     first, *others = runs or [""]
-    told = [one for label in others for one in differences(label, runs[label], first, runs[first], crossed=not varied)]
+    all_told = [one for label in others for one in differences(label, runs[label], first, runs[first], crossed=not varied)]
+    told = [one for one in all_told if one.stance in distinct(found[0].records[0], one.group)]
     if not told:
         return []
     sheet = difference_sheet(told, "both", numeric)
