@@ -3,6 +3,7 @@
     FEDBAYES_DATA=… python benchmarks/bpfed.py                                   all methods, both sets and sizes, seeds 0, 1, 2
     FEDBAYES_DATA=… python benchmarks/bpfed.py --only bpfed,fedper --data mnist --sizes small --seeds 0
     FEDBAYES_DATA=… python benchmarks/bpfed.py --novel                           a new client, over the number of its rows
+    FEDBAYES_DATA=… python benchmarks/bpfed.py --together                        how far five clients would come with all rows
     FEDBAYES_DATA=… python benchmarks/bpfed.py --cost                            a mean-field step over a deterministic one
     FEDBAYES_DATA=… python benchmarks/bpfed.py --table                           only write what there is
 
@@ -140,6 +141,12 @@ def found_in(evaluation: Any, stance: str = "personal") -> dict[str, float]:
     return {name: group[name]["rows"] for name in ("accuracy", "log_score", "brier", "ece", "mce", "mutual_information")}
 
 
+def curve_of(fit: Any, stance: str) -> list[tuple[int, float]]:
+    """Accuracy in the rounds that were scored."""
+    scored = [entry for entry in fit.history if "evaluation" in entry]
+    return [(entry["round"], entry["evaluation"][stance]["participating"]["accuracy"]["rows"]) for entry in scored]
+
+
 OTHERS = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
 """Where inputs from elsewhere come from."""
 
@@ -177,11 +184,7 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
         folder=folder,
         resume=True,
     )
-    curve = [
-        (entry["round"], entry["evaluation"]["personal"]["participating"]["accuracy"]["rows"])
-        for entry in fit.history
-        if "evaluation" in entry
-    ]
+    curve = curve_of(fit, "personal")
     bins = pooled(fit.evaluation.scores["personal"])
     found = {
         **found_in(fit.evaluation),
@@ -300,7 +303,7 @@ def novel(data: str, size: str, seeds: list[int], out: Path) -> str:
 
 
 def newcomer(name: str, data: str, size: str, seed: int) -> dict[int, dict[str, float]]:
-    """Accuracy and ECE of a client that was held out, by how many rows it adapts to, in 100 epochs."""
+    """Accuracy and ECE of a client that was held out, by how many rows it adapts to, in 100 epochs; BPFed's are ten rounds."""
     whole = clients(data, size, seed).hold_out(1, seed)
     mine = str(whole.names[whole.unseen][0])
     x, y = whole.rows(mine)
@@ -318,11 +321,33 @@ def newcomer(name: str, data: str, size: str, seed: int) -> dict[int, dict[str, 
             w, _ = descend(model, lambda w, _, batch: mean_loss(model, w, batch), w, steps, 1e-3, jax.random.key(0), rows)  # noqa: B023
             outputs = model.apply(w, jnp.asarray(test_x))[None]
         else:
-            fit.simulation.algorithm = dataclasses.replace(fit.simulation.algorithm, tune=steps)
+            tuned = {"tune": steps}
+            if name == "bpfed":
+                tuned = {"tune": dataclasses.replace(steps, epochs=10), "tune_rounds": 10}
+            fit.simulation.algorithm = dataclasses.replace(fit.simulation.algorithm, **tuned)
             outputs = fit.adapt(x[places[:count]], y[places[:count]]).draws(test_x)
         figures = metrics(score(Categorical(10), outputs, jnp.asarray(test_y), jnp.ones(len(test_y), bool)), numeric=False)
         found[count] = {key: float(figures[key]) for key in ("accuracy", "ece", "log_score")}
     return found
+
+
+def together(data: str, seeds: list[int]) -> str:
+    """What no client can have: one network for each group of labels, on the rows of its five clients together (large sets)."""
+    lines = ["| a network for each group, on all its rows | labels 0 to 4 | labels 5 to 9 | mean |", "|---|---|---|---|"]
+    best = np.zeros((len(seeds), 2))
+    for place, seed in enumerate(seeds):
+        whole = clients(data, "large", seed)
+        for group in (0, 1):
+            parts = [whole.rows(str(name), part) for part in ("train", "test") for name in range(group, 10, 2)]
+            x, y = (np.concatenate(values) for values in zip(*parts, strict=True))
+            is_test = np.arange(len(y)) >= sum(len(labels) for _, labels in parts[:5])
+            one = fb.data.Clients.build(x, y % 5, np.zeros(len(y), int), names=["all"], is_test=is_test, name=f"group{group}")
+            method = fb.FedAvg(mlp((28, 28), Categorical(5), (100,), shift=127.5, scale=127.5), train=adam("large", epochs=2))
+            fit = fb.simulate(method, one, 15, seed=seed, stances=("global",), evaluate_every=1)
+            best[place, group] = 100 * max(accuracy for _, accuracy in curve_of(fit, "global"))
+    cells = [spread(values.tolist()) for values in (best[:, 0], best[:, 1], best.mean(axis=1))]
+    lines.append(f"| {TITLES[data]}, large, best of 15 rounds of two epochs | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def cost() -> str:
@@ -372,10 +397,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bpfed"), help="folder of the runs")
     parser.add_argument("--novel", action="store_true", help="a new client, over the number of its rows")
     parser.add_argument("--cost", action="store_true", help="a mean-field step over a deterministic one")
+    parser.add_argument("--together", action="store_true", help="a network on the rows of all clients with the same labels")
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     options = parser.parse_args()
     if options.cost:
         common.put(PAGE, "cost", cost())
+        return 0
+    if options.together:
+        common.put(PAGE, "together", together("fashion_mnist", options.seeds))
         return 0
     if options.novel:
         for data in (name for name in options.data if name in OTHERS):

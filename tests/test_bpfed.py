@@ -353,3 +353,14 @@ def test_bad_options_are_refused(model):
             BPFed(model, **options)
     with pytest.raises(UserError, match="covers every parameter"):
         BPFed(model, ("body", "head")).init_server(KEY)
+
+
+def test_rounds_of_adapt_have_the_last_posterior_as_prior(clients, model):
+    bpfed = BPFed(model, train=TRAIN, tune=TUNE)
+    down, local = bpfed.broadcast(KEY, bpfed.init_server(KEY)), bpfed.init_local(KEY, None)
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([1], 30))
+    twice = BPFed(model, train=TRAIN, tune=TUNE, tune_rounds=2).adapt(KEY, down, local, data)
+    once = bpfed.adapt(jax.random.fold_in(KEY, 0), down, local, data)
+    assert_close(twice, bpfed.adapt(jax.random.fold_in(KEY, 1), down, once, data), 1e-6)
+    with pytest.raises(UserError, match="tune_rounds is 0"):
+        BPFed(model, tune_rounds=0)

@@ -7,7 +7,7 @@
              then one of a copy of π_i on the divergence alone, KL(q ‖ copy), so that it follows q    (11)
              what it keeps of η_i and sends of ζ_i is that copy
     server:  ζ^{t+1} = 1/S Σ_i ζ_i,  means and deviations alike
-    adapt:   the personal part alone is fitted to the client's rows, under ζ
+    adapt:   the personal part alone is fitted to the client's rows, under ζ, in one round or more
 
 A client's round starts at its prior, so π_i is q as it was. Without (11), `reinforce=False`, q itself is kept and sent; that is
 Bayes' rule for rows that are new in each round. Rows that come back are counted again, and deviations fall from round to
@@ -116,9 +116,12 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=20, optimiser="adam", batch=50, lr=0.001)
     """Fitting the personal layers in `adapt`."""
+    tune_rounds: int = 1
+    """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under
+    the prior of the start; with few rows, more of them get away from a start that says nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("M", "draws"):
+        for name in ("M", "draws", "tune_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
         if not self.kl >= 0:
@@ -159,7 +162,13 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit the personal layers, with what the client has of them as their prior; q itself is kept."""
         alone = dataclasses.replace(self, reinforce=False)
-        return Local(alone._fit(local.eta, down.zeta, local.eta, self.tune, self.tune.lr_of(1), key, data)[0])
+
+        def fitted(eta: MeanField, key: PRNGKeyArray) -> MeanField:
+            return alone._fit(eta, down.zeta, eta, self.tune, self.tune.lr_of(1), key, data)[0]
+
+        if self.tune_rounds == 1:
+            return Local(fitted(local.eta, key))
+        return Local(jax.lax.fori_loop(0, self.tune_rounds, lambda t, eta: fitted(eta, jax.random.fold_in(key, t)), local.eta))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of both parts."""
