@@ -245,7 +245,7 @@ def pictures(out: Path) -> None:
             if runs := read(out, name, data, size):
                 curves = np.array([[value for _, value in one["curve"]] for one in runs])
                 rounds = [number for number, _ in runs[0]["curve"]]
-                style = {"color": f"C{place}", "label": label, "linewidth": 1.3}
+                style = {"color": f"C{place}", "linestyle": "-" if place < 10 else "--", "label": label, "linewidth": 1.3}
                 (lines[label],) = axes.plot(rounds, 100 * curves.mean(axis=0), **style)
         axes.set_title(f"{TITLES[data]}, {size}", fontsize=9, loc="left")
         axes.set_ylabel("accuracy, %")
