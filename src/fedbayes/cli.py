@@ -46,8 +46,8 @@ def overview() -> str:
     return "\n".join([*lines, "", "fedbayes COMMAND --help says more; fedbayes --version prints the version."])
 
 
-def keep_compiled() -> None:
-    """Keep compiled programs for the next run, in the user's cache folder, unless JAX was told where.
+def keep_compiled(least: float = 0.3) -> None:
+    """Keep programs that took `least` seconds to compile for the next run, in the user's cache folder, or where JAX was told.
 
     The folder's name has the processor's abilities in it: a program that was compiled for one may not run on another.
     """
@@ -57,12 +57,12 @@ def keep_compiled() -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbayes" / f"compiled-{machine}"
         cache.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(least))
         if "jax" in sys.modules:  # which has read its environment already
             config = sys.modules["jax"].config
             if config.jax_compilation_cache_dir is None:
                 config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-                config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+                config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

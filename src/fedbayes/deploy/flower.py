@@ -23,6 +23,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable import inflatable_utils
 
 from fedbayes import __version__, trees, wire
 from fedbayes.cli import keep_compiled
@@ -34,7 +35,7 @@ from fedbayes.errors import UserError
 log = logging.getLogger("fedbayes")
 LARGE = 2**24
 """Bytes of a message from which on memory is worth some time."""
-POLL = 0.25
+POLL = 0.1
 """Seconds between two looks for answers."""
 M_MMAP_THRESHOLD = -3
 """glibc's name for the size from which on an array has pages of its own."""
@@ -107,7 +108,7 @@ def _settings(context: Context) -> dict[str, Any]:
 
 
 def _at_site(experiment: Experiment, message: Message, context: Context, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    keep_compiled()
+    keep_compiled(0.0)  # each message is a new process, so what compiles in no time is worth keeping too
     facts, arrays = _received(message.content)
     if facts["fingerprint"] != experiment.fingerprint:
         raise Told("the server runs another experiment than this site; bring both to the same version of the project")
@@ -162,6 +163,9 @@ class FlowerPost:
         with contextlib.suppress(OSError, AttributeError):  # so that large arrays go back to the system when they are done
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        # An answer is often found before its last piece has come. Flower then looks again after a second; it is there at once.
+        with contextlib.suppress(AttributeError):
+            (inflatable_utils.pull_and_inflate_object_from_tree.__kwdefaults__ or {})["initial_backoff"] = POLL
         self.grid, self.experiment = grid, experiment
         self.node_of: dict[int, int] = {}
         self.refused: dict[int, float] = {}
