@@ -491,5 +491,6 @@ def test_numbers_as_targets(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "begun")
     (tmp_path / "begun" / "result.json").unlink()
     simulate(algorithm, clients, rounds=1, folder=tmp_path / "other", stances=("global",), seed=1)
-    text = page.report([tmp_path / "begun", tmp_path / "run", tmp_path / "other"]).read_text("utf-8")
+    runs = [tmp_path / name for name in ("begun", "run", "other")]
+    text = page.report(runs, tmp_path / "several.html").read_text("utf-8")
     assert "RMSE" in text
