@@ -17,9 +17,9 @@ n0 = N + 3, which is where the bound is largest (the paper puts rows for clients
 (N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
 "literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
 with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
-`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, and stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum). They are
-implicit, which is stable always, for the literal prior, one that is learnt, and a σ0 so small that a client of mean size would
-come within a quarter of that limit.
+`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, which is stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum). What
+is above a quarter of that limit, as with a small σ0 or a client of few rows, and all of it for the literal prior and one that
+is learnt, is an implicit step after each, which is stable always and ends where an explicit one would.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -256,12 +256,11 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         n0 = self.D + d + 2
         return Prior(d + 2, n0, self.D + self.lambda0, n0 + d + 1, self.D + 3)
 
-    def _implicit(self, training: Training) -> bool:
+    def _explicit(self, training: Training, lr: Float[Array, ""]) -> Float[Array, ""] | float:
+        """How strong a pull may be and still be part of the gradient."""
         if self.prior == "literal" or self.empirical:
-            return True
-        if training.optimiser != "sgd" or self.D is None or self.N is None:
-            return False
-        return training.lr * self.p / self.sigma0**2 / (self.D / self.N) > (1 + training.momentum) / 2
+            return 0.0
+        return (1 + training.momentum) / (2 * lr) if training.optimiser == "sgd" else jnp.inf
 
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""
@@ -278,19 +277,25 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
         key: PRNGKeyArray,
         data: Data,
     ) -> tuple[Params, Float[Array, ""]]:
-        """(17) over |D_i|, by minibatches; the pull of the literal and of a learnt prior is an implicit step after each."""
+        """(17) over |D_i|, by minibatches; of the pull what is too strong for a gradient is an implicit step after each."""
         strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
-        implicit = self._implicit(training)
+        most = self._explicit(training, lr)
         length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            loss = mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch)
-            return loss if implicit else loss + weighted_distance(strength, m, start) / 2
+            gentle = jax.tree.map(lambda s: jnp.minimum(s, most), strength)
+            return mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch) + (
+                weighted_distance(gentle, m, start) / 2
+            )
 
         def pulled(m: Params) -> Params:
-            return jax.tree.map(lambda s, m, m0: (m + length * s * m0) / (1 + length * s), strength, m, start)
+            def one(s: Array, m: Array, m0: Array) -> Array:
+                rest = length * (s - jnp.minimum(s, most))
+                return (m + rest * m0) / (1 + rest)
 
-        return descend(self.model, F, start, training, lr, key, data, pulled if implicit else None)
+            return jax.tree.map(one, strength, m, start)
+
+        return descend(self.model, F, start, training, lr, key, data, pulled if training.optimiser == "sgd" else None)
 
     def _objective(self, down: Down, m_i: Params, delta: Params, data: Data) -> Float[Array, ""]:
         """The client's term (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant."""
