@@ -11,7 +11,7 @@ from conftest import assert_close, simulated
 
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedhb_mixture import FedHBMixture, squared_distances
-from fedbayes.algorithms.fedhb_niw import FedHBNIW, drop_columns
+from fedbayes.algorithms.fedhb_niw import FedHBNIW, Up, drop_columns
 from fedbayes.algorithms.fedprox import FedProx
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
@@ -237,6 +237,94 @@ def test_columns_are_kept_with_probability_p():
     assert abs(filters[0, 0].mean() - 0.7) < 0.07
     assert set(np.unique(dropped["bias"])) in ({0.0}, {1.0})
     assert drop_columns(jax.random.key(0), m, 1.0) is m
+    scales = np.asarray(drop_columns(jax.random.key(0), {"norm": {"scale": jnp.ones(400)}}, 0.7)["norm"]["scale"])
+    assert abs(scales.mean() - 0.7) < 0.07
+
+
+def test_dropout_is_part_of_what_a_client_minimises():
+    """Two inputs that are always 1 and a target of 1: (1 − p(a + b))² + p(1 − p)(a² + b²) is least at a = b = 1/(1 + p)."""
+    p = 0.5
+    model = from_functions(
+        lambda key: {"body": {"kernel": jnp.full((2, 1), 0.5)}},
+        lambda params, x: x @ params["body"]["kernel"],
+        Normal(scale=1.0),
+        shape=(2,),
+    )
+    data = Clients.build(np.ones((8, 2), np.float32), np.ones(8, np.float32), np.repeat([0, 1], 4), test=0.0)
+    train = Training(epochs=6000, batch=8, lr=0.003)
+    algorithm = niw(model, p=p, sigma0=1e4, prior="fixed", train=train).planned(1, **data.facts)
+    key = jax.random.key(0)
+    down = algorithm.broadcast(key, algorithm.init_server(key))
+    up, _ = jax.jit(algorithm.client)(key, down, algorithm.init_local(key, None), _rows(data))
+    np.testing.assert_allclose(0.5 + up.delta["body"]["kernel"], 1 / (1 + p), atol=0.03)
+
+
+def test_the_server_is_equation_18():
+    """By hand, from three of five clients, with every term in it."""
+    N, p, epsilon, lambda0, sigma0, nu0 = 5, 0.9, 0.3, 1.0, 0.4, 3
+    algorithm = FedHBNIW(coordinates(2), head=(), p=p, epsilon=epsilon, lambda0=lambda0, sigma0=sigma0, N=N, D=100)
+    key = jax.random.key(0)
+    state = algorithm.init_server(key)._replace(m0={"body": {"w": jnp.array([0.5, -1.0])}})
+    m = np.array([[1.0, -0.5], [0.2, -2.0], [0.9, 0.3]])
+    delta = m - np.array([0.5, -1.0])
+    mean, square = ({"body": {"w": jnp.asarray(values.mean(0))}} for values in (delta, delta**2))
+    up = Up(mean, square, jnp.float32(0), None)
+    after = algorithm.server(key, state, None, up)
+    m0 = p / (N + lambda0) * N / 3 * m.sum(0)
+    rho = p * (m - m0) ** 2 + (1 - p) * m0**2
+    V0 = (N + 3) / (N + nu0) * ((N + 3) * sigma0**2 + N * epsilon**2 + lambda0 * m0**2 + N / 3 * rho.sum(0))
+    np.testing.assert_allclose(after.m0["body"]["w"], m0, rtol=1e-5)
+    np.testing.assert_allclose(after.V0["body"]["w"], V0, rtol=1e-5)
+
+
+def test_the_literal_prior_has_the_printed_numbers():
+    """ν0 = d + 2, n0 = |D| + d + 2, l0 = |D| + 1; the mode of q(Σ) gives n0 + d + 1; Student's t has |D| + 3 degrees."""
+    with pytest.warns(UserWarning, match="literal"):
+        algorithm = FedHBNIW(coordinates(7), head=(), prior="literal", lambda0=1.0, N=5, D=100)
+    assert algorithm._prior({"body": {"w": jnp.zeros(7)}}) == (9, 109, 101, 117, 103)
+
+
+def with_head():
+    """y = body + head, both at 0 before rows are seen."""
+    return from_functions(
+        lambda key: {"body": {"w": jnp.zeros(1)}, "head": {"b": jnp.full(1, 0.4)}},
+        lambda params, x: x * (params["body"]["w"] + params["head"]["b"])[None],
+        Normal(scale=NOISE),
+        shape=(1,),
+    )
+
+
+@pytest.mark.parametrize("kind", ["niw", "mixture"])
+def test_personalisation_has_a_prior_for_the_head(kind):
+    """Body and head share what the rows ask for in the ratio of their variances, here equal ones."""
+    variance, rows = 0.09, 4
+    data = Clients.build(np.ones((8, 1), np.float32), np.full(8, 2.0, np.float32), np.repeat([0, 1], rows), test=0.0)
+    tune = Training(epochs=2000, batch=8, lr=0.05)
+    algorithm = (
+        FedHBNIW(with_head(), p=1.0, prior="fixed", sigma0=variance**0.5, train=TRAIN, tune=tune)
+        if kind == "niw"
+        else FedHBMixture(
+            with_head(), K=1, sigma2=variance, train=TRAIN, tune=tune, noise=0.0, gate=mlp((1,), Categorical(2), ())
+        )
+    ).planned(1, **data.facts)
+    key = jax.random.key(0)
+    m = algorithm.adapt(key, algorithm.broadcast(key, algorithm.init_server(key)), None, _rows(data)).m
+    step = (2.0 - 0.4) * variance / (2 * variance + NOISE**2 / rows)
+    np.testing.assert_allclose(m["body"]["w"], step, rtol=1e-3)
+    np.testing.assert_allclose(m["head"]["b"], 0.4 + step, rtol=1e-3)
+
+
+@pytest.mark.parametrize("sigma0", [0.02, 0.1])
+def test_a_client_of_one_row_ends_where_pull_and_row_balance(sigma0):
+    """Though a gradient step on its pull would be far outside the stable range."""
+    data = Clients.build(np.ones((61, 1), np.float32), np.full(61, 2.0, np.float32), np.repeat([0, 1], [1, 60]), test=0.0)
+    train = Training(epochs=1000, batch=8, lr=0.1, momentum=0.9)
+    assert train.lr / sigma0**2 > 2 * (1 + train.momentum)
+    algorithm = niw(coordinates(1), sigma0=sigma0, train=train).planned(1, **data.facts)
+    key = jax.random.key(0)
+    up, _ = jax.jit(algorithm.client)(key, algorithm.broadcast(key, algorithm.init_server(key)), None, _rows(data))
+    expected = 2.0 / NOISE**2 / (1 / NOISE**2 + 1 / sigma0**2)
+    np.testing.assert_allclose(up.delta["body"]["w"], expected, rtol=1e-3)
 
 
 def two_groups(clients, seed=0, rows=30):

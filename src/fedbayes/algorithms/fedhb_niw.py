@@ -17,9 +17,9 @@ n0 = N + 3, which is where the bound is largest (the paper puts rows for clients
 (N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
 "literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
 with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
-`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, which is stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum). What
-is above a quarter of that limit, as with a small σ0 or a client of few rows, and all of it for the literal prior and one that
-is learnt, is an implicit step after each, which is stable always and ends where an explicit one would.
+`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, which is stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum).
+What is above a quarter of that limit, as with a small σ0 or a client of few rows, and all of it for the literal prior and one
+that is learnt, is an implicit step after each, which is stable always and ends where an explicit one would.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -28,6 +28,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from typing import Literal, NamedTuple
 
@@ -110,7 +111,8 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     sigma0: float = 0.1
     """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too."""
     lambda0: float = 0.0
-    """λ0, how many clients of all-zero weights the prior counts for (the paper has 1); 0 is a flat prior for the mean."""
+    """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean. The paper has 1, which the
+    literal prior has to be given too."""
     prior: Literal["coordinate", "literal", "fixed"] = "coordinate"
     """The prior of Σ: weight by weight, as printed, or none."""
     empirical: bool = False
@@ -319,16 +321,22 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
 
 
 def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
-    """m̃: each column of a weight matrix, which is what leaves one input unit, and each bias is kept with probability p."""
+    """m̃: each column of a weight matrix, which is what leaves one input unit, and each bias is kept with probability p.
+
+    What a normalisation multiplies a channel by, a leaf named scale, is a column of its own: without all of them at once
+    nothing would be left of the network.
+    """
     if p == 1:
         return m
-    leaves, structure = jax.tree.flatten(m)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(m)
     # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
-    masks = [_column_mask(leaf.shape) for leaf in leaves]
-    sizes = [max(shape, default=1) for shape in masks]
+    masks = [
+        leaf.shape if jax.tree_util.keystr(path[-1:]) == "['scale']" else _column_mask(leaf.shape) for path, leaf in leaves
+    ]
+    sizes = [math.prod(shape) for shape in masks]
     kept = (jax.random.uniform(key, (sum(sizes),)) < p).astype(jnp.float32)  # one draw for all
     found, start = [], 0
-    for leaf, shape, size in zip(leaves, masks, sizes, strict=True):
+    for (_, leaf), shape, size in zip(leaves, masks, sizes, strict=True):
         mask = kept[start : start + size].reshape(shape)
         found.append(leaf * jnp.broadcast_to(mask, leaf.shape))
         start += size
