@@ -44,7 +44,7 @@ TABLE = {
         model, constructor=(8,), draws=3, train=Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),
     # Not by Adam, which makes steps of rounding errors where a slope is nearly 0.
-    "bpfed": lambda model: BPFed(model, kl=0.1, reinforce=False, draws=3, train=TRAIN, tune=TUNE),
+    "bpfed": lambda model: BPFed(model, kl=0.1, draws=3, train=TRAIN, tune=TUNE),
     "lg-fedavg": lambda model: LGFedAvg(model, train=TRAIN, tune=TUNE),
     "per-fedavg": lambda model: PerFedAvg(model, alpha=0.1, train=Training(2, batch=8, lr=0.2)),
     "pfedme": lambda model: PFedMe(model, lam=2.0, personal_lr=0.1, train=Training(3, batch=8, lr=0.1)),

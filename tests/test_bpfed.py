@@ -1,5 +1,7 @@
 """BPFed and Gaussian networks against what is known exactly: special cases, conjugate regression, moments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +96,7 @@ def exact(rho=0.0, **options):
 def settled(algorithm, zeta, eta, data, key=KEY):
     """One client's round, with ever smaller steps; the prior stays what it was."""
     client = jax.jit(algorithm._fit, static_argnames="training")
-    q = prior = MeanField(*(trees.merge(*pair) for pair in zip(eta, zeta, strict=True)))
+    q = prior = merged(eta, zeta)
     for number, lr in enumerate((0.02, 0.005, 0.001)):
         q, _ = client(
             q, None, prior, training=algorithm.train, lr=jnp.float32(lr), key=jax.random.fold_in(key, number), data=data
@@ -136,18 +138,37 @@ def test_two_rounds_on_halves_are_one_round_on_both():
     np.testing.assert_allclose(in_two[1], at_once[1], rtol=0.05)
 
 
-def test_a_round_is_the_fit_from_its_prior(clients, model):
-    """`client` starts at the prior, sends the shared part alone and keeps the other."""
-    algorithm = BPFed(model, uniform=False, train=Training(2, "adam", 8, lr=0.02))
+@pytest.mark.parametrize("reinforce", [True, False])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_round_is_the_fit_from_its_prior(clients, model, alternate, reinforce):
+    """In the second round the prior is what the client kept of the first and what the server made of it, not the start."""
+    training = Training(2, "adam", 8, lr=0.02)
+    algorithm = BPFed(model, alternate=alternate, reinforce=reinforce, head=training, train=training)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     server, local = algorithm.init_server(KEY), algorithm.init_local(jax.random.key(4), data)
-    down = algorithm.broadcast(KEY, server)
-    up, kept = algorithm.client(KEY, down, local, data)
-    assert up.zeta.first["head"]["kernel"] is None
-    assert kept.eta.mean["body"]["dense0"]["kernel"] is None
-    sigma = gaussian.deviation(server.zeta.rho["body"]["dense0"]["kernel"])
-    assert_close(algorithm.server(KEY, server, down, up).zeta.mean, up.zeta.first, 0)
-    assert float(jnp.abs(up.zeta.second["body"]["dense0"]["kernel"] - sigma).max()) > 0
+    client, fit = jax.jit(algorithm.client), jax.jit(functools.partial(algorithm._fit, training=training))
+    for round in range(2):
+        down, key = algorithm.broadcast(KEY, server), jax.random.key(round)
+        up, kept = client(key, down, local, data)
+        assert up.zeta.first["head"]["kernel"] is None
+        assert kept.eta.mean["body"]["dense0"]["kernel"] is None
+        server = algorithm.server(KEY, server, down, up)
+        first, second = jax.random.split(key)
+        if alternate:
+            eta, _ = fit(local.eta, down.zeta, local.eta, lr=down.lr, key=first, data=data)
+            zeta, _ = fit(down.zeta, eta, down.zeta, lr=down.lr, key=second, data=data)
+            q = merged(eta, zeta)
+        else:
+            prior = merged(local.eta, down.zeta)
+            q, _ = fit(prior, None, prior, lr=down.lr, key=key, data=data)
+        found = merged(kept.eta, server.zeta)
+        assert_close(found.mean, q.mean, 1e-6)
+        assert_close(jax.tree.map(gaussian.deviation, found.rho), jax.tree.map(gaussian.deviation, q.rho), 1e-6)
+        local = kept
+
+
+def merged(eta, zeta):
+    return MeanField(*(trees.merge(*pair) for pair in zip(eta, zeta, strict=True)))
 
 
 # Averages
