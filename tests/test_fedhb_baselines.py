@@ -16,6 +16,7 @@ from fedbayes.algorithms.fedbe import Up as BEUp
 from fedbayes.algorithms.fedem import FedEM
 from fedbayes.algorithms.fedpa import FedPA, shrunken_solve
 from fedbayes.algorithms.fedpa import Up as PAUp
+from fedbayes.algorithms.fedpop import FedPop
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
 from fedbayes.models import Normal, from_functions, mlp
@@ -431,6 +432,14 @@ def test_ensemble_uses_the_preset_network_or_all(model):
         (lambda model: FedBE(model, samples=-1), "samples is -1, cycle 25 and alpha 1.0, but samples is not negative"),
         (lambda model: FedBE(model, posterior="cauchy"), "posterior is 'cauchy', but models are sampled from gaussian or"),
         (lambda model: FedBE(model).init_server(KEY), "FedBE distils on rows that the server has, but was given none"),
+        (
+            lambda model: FedBE(model, unlabelled=Unlabelled(np.zeros((3, 7), np.float32))).init_server(KEY),
+            r"the server's rows have the shape \(7,\), but not the model's",
+        ),
+        (lambda model: FedPop(model, eta=-1.0), "eta is -1.0, sigma"),
+        (lambda model: FedEM(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
+        (lambda model: FedEM(model, train=Training(epochs=1.5)).planned(3), "epochs is 1.5, but it is a whole number"),
+        (lambda model: FedPop(model, least=float("nan")).planned(3), "least is nan, but it is a number"),
         (lambda model: Unlabelled(np.zeros(3)), r"the unlabelled rows are float64\[3\], but they are numbers"),
         (
             lambda model: FedBE(mlp((4,), Normal()), unlabelled=unlabelled()).init_server(KEY),

@@ -10,9 +10,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import numbers
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+
+from fedbayes.errors import UserError
 
 
 class Data(NamedTuple):
@@ -94,10 +97,18 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         return _planned(self, {"rounds": rounds, **facts})
 
 
+WHOLE = (int, "int", "int | None")
+"""How a field that counts something is annotated."""
+
+
 def _planned(config: D, facts: dict[str, int]) -> D:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
+        if field.type in WHOLE and value is not None and not isinstance(value, numbers.Integral):
+            raise UserError(f"{field.name} is {value!r}, but it is a whole number")
+        if isinstance(value, numbers.Real) and value != value:
+            raise UserError(f"{field.name} is nan, but it is a number; look where it was computed")
         if field.name in facts and value is None:
             changes[field.name] = facts[field.name]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):

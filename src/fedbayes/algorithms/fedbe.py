@@ -116,12 +116,22 @@ class FedBE(Algorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random, and the unlabelled rows, which so are data of the server's program and not constants inside it."""
         if self.unlabelled is None:
-            raise UserError("FedBE distils on rows that the server has, but was given none; give unlabelled=Unlabelled(x)")
+            raise UserError(
+                "FedBE distils on rows that the server has, but was given none; give unlabelled=Unlabelled(x), or --unlabelled "
+                "DATA on the command line"
+            )
         if not isinstance(self.model.likelihood, Categorical):
             raise UserError(
                 f"FedBE averages probabilities of classes, but the model has {self.model.likelihood}; use Categorical"
             )
-        return Server(self.model.init(key), jnp.asarray(self.unlabelled.x), jnp.int32(0))
+        w, x = self.model.init(key), jnp.asarray(self.unlabelled.x)
+        try:
+            jax.eval_shape(self.model.apply, w, x)
+        except (TypeError, ValueError) as problem:
+            raise UserError(
+                f"the server's rows have the shape {x.shape[1:]}, but not the model's; give rows like the clients'"
+            ) from problem
+        return Server(w, x, jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""

@@ -103,7 +103,8 @@ class FedPop(Algorithm[Server, Local, Down, Up]):
         if self.adapt_steps < self.keep:
             raise UserError(f"adapt_steps is {self.adapt_steps}, but {self.keep} draws are kept; take at least as many")
         if not self.eta > 0 or not self.sigma > 0 or not 0 <= self.prior_step <= 1:
-            raise UserError("eta and sigma must be above 0, and prior_step between 0 and 1")
+            given = f"eta is {self.eta}, sigma {self.sigma} and prior_step {self.prior_step}"
+            raise UserError(f"{given}, but eta and sigma are above 0, and prior_step between 0 and 1")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and μ as the network starts."""
