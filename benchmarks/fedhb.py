@@ -213,7 +213,7 @@ def scales(out: Path) -> str:
             values = [one[stance][what] for one in rows["literal"]]
             axes.plot([0.0017], [statistics.mean(values)], marker="x", markersize=9, color=line.get_color(), linestyle="")
         axes.set_xscale("log")
-        axes.set_xlabel("σ0 (× the literal prior)")
+        axes.set_xlabel("σ0; crosses: the literal prior")
         axes.set_ylabel(f"{what}, %")
     figure.axes[0].legend(frameon=False)
     figure.savefig(ROOT / "docs" / "images" / "fedhb-scale.png", dpi=100)
@@ -236,6 +236,7 @@ def cost(rounds: int = 30) -> str:
         "NIW": fb.FedHBNIW(model, train=training(1)),
         "NIW with its bound": fb.FedHBNIW(model, elbo=True, train=training(1)),
         "Mixture, K = 2": fb.FedHBMixture(model, train=training(1)),
+        "Mixture, K = 2, gate on all rows": fb.FedHBMixture(model, gate_rows=600, train=training(1)),
         "Mixture, K = 5": fb.FedHBMixture(model, K=5, train=training(1)),
     }
     simulations, d = {}, 784 * 256 + 256
