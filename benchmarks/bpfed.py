@@ -216,7 +216,11 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
 
 
 def read(out: Path, name: str, data: str, size: str) -> list[dict[str, Any]]:
-    return common.found(out, f"{name}-{data}-{size}-[0-9]/figures.json")
+    found = []
+    for path in sorted(out.glob(f"{name}-{data}-{size}-[0-9]/figures.json")):
+        whole = json.loads((path.parent / "result.json").read_text())["metrics"]["personal"]["participating"]["ece"]
+        found.append({**json.loads(path.read_text()), "ece_clients": whole["clients"], "ece_worst": whole["worst_tenth"]})
+    return found
 
 
 def tables(out: Path) -> str:
@@ -225,6 +229,8 @@ def tables(out: Path) -> str:
         ("accuracy", "accuracy, last round", 100, 2),
         ("best", "accuracy, best round", 100, 2),
         ("ece", "ECE, %", 100, 2),
+        ("ece_clients", "ECE, mean over clients, %", 100, 2),
+        ("ece_worst", "ECE, the worst client, %", 100, 2),
         ("mce", "MCE, %", 100, 1),
         ("brier", "Brier score", 1, 4),
         ("log_score", "log score", 1, 3),
@@ -386,9 +392,7 @@ def cost() -> str:
     """Rounds of BPFed, without and with the copy that follows (11), over one of FedPer: same network and steps, in turns."""
     data = clients("mnist", "small", 0)
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([0], 250))
-    lines = [
-        "| network | a mean-field step over a deterministic one | with local reparametrisation | with (11), as by default |"
-    ]
+    lines = ["| network | a mean-field step over a deterministic one | local reparametrisation | with (11), as by default |"]
     lines.append("|---" * 4 + "|")
     networks = {
         "784-100-10": network("mnist"),
