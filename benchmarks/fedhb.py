@@ -4,6 +4,7 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --only niw,mixture --data mnist --epochs 1 --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --ensembles              Mixture beside networks of random groups
     FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
 
@@ -96,6 +97,11 @@ ALL_LAYERS = {
     "fedbabu-plain": lambda model, tau, data: fb.FedBABU(model, train=training(tau)),
 }
 """FedHB with no layer frozen, and FedBABU with its head as it starts, as its own code has it."""
+ENSEMBLES = {
+    "ensemble-preset": lambda model, tau, data: fb.Ensemble(model, train=training(tau)),
+    "ensemble-all": lambda model, tau, data: fb.Ensemble(model, use="ensemble", train=training(tau)),
+}
+"""The paper's F.2: two networks, each trained by a random half of the clients."""
 LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA", "FedBE", "FedEM", "FedPop"]
 
 
@@ -176,6 +182,18 @@ def all_layers(out: Path) -> str:
     return "\n".join(lines)
 
 
+def ensembles(out: Path) -> str:
+    """Mixture beside networks of random groups, with τ = 1; all layers trained."""
+    lines = ["| | Mixture, K = 2 | its group's network | both networks | FedAvg |", "|---" * 5 + "|"]
+    names = ("mixture-all", *ENSEMBLES, "fedavg")
+    for data in ("mnist", "fashion_mnist"):
+        for stance in ("global", *(f"{rate:g}" for rate in RATES)):
+            cells = [_accuracy(_found(out, name, data, 1), stance) for name in names]
+            kind = "global" if stance == "global" else f"personalised at {stance}"
+            lines.append(f"| {title(data, 1)}, {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def title(data: str, epochs: int) -> str:
     return f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
 
@@ -188,35 +206,28 @@ def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]
     return common.found(out, f"{name}-{data}-{epochs}-*/figures.json")
 
 
-SCALES = (0.003, 0.01, 0.03, 0.1, 0.3)
+SCALES = {"mnist": (0.003, 0.01, 0.03, 0.1, 0.3), "fashion_mnist": (0.03, 0.1, 0.3)}
 
 
-def scales(out: Path) -> str:
-    """NIW over σ0, and the literal prior, on MNIST with τ = 1; writes the picture."""
-    from matplotlib.figure import Figure  # noqa: TID251
-
-    rows, model = {}, network("mnist")
-    for sigma0 in SCALES:
+def scales(data: str, seeds: list[int], out: Path) -> str:
+    """FedAvg, NIW over σ0 and, on MNIST, the literal prior, with τ = 1; on MNIST writes the picture."""
+    model = network(data)
+    methods = {"FedAvg": ("fedavg", METHODS["fedavg"](model, 1, data))}
+    for sigma0 in SCALES[data]:
         algorithm = fb.FedHBNIW(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
-        rows[f"{sigma0:g}"] = [run(f"scale-{sigma0:g}", algorithm, "mnist", 1, seed, out) for seed in (0, 1, 2)]
+        methods[f"{sigma0:g}"] = (f"scale-{sigma0:g}", algorithm)
+    if data == "mnist":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
+        methods["literal"] = ("scale-literal", literal)
+    rows = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
-        rows["literal"] = [run("scale-literal", literal, "mnist", 1, seed, out) for seed in (0, 1, 2)]
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    for axes, what in zip(figure.subplots(1, 2), ("accuracy", "ece"), strict=True):
-        for stance, label in (("global", "global"), ("0.001", "personalised")):
-            x = [float(name) for name in rows if name != "literal"]
-            y = [[one[stance][what] for one in found] for name, found in rows.items() if name != "literal"]
-            (line,) = axes.plot(x, [statistics.mean(values) for values in y], marker="o", label=label)
-            # The deviation that a client's prior has under the literal form, with d = 203,530, |D| = 60,000 and N = 100
-            values = [one[stance][what] for one in rows["literal"]]
-            axes.plot([0.0017], [statistics.mean(values)], marker="x", markersize=9, color=line.get_color(), linestyle="")
-        axes.set_xscale("log")
-        axes.set_xlabel("σ0; crosses: the literal prior")
-        axes.set_ylabel(f"{what}, %")
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(ROOT / "docs" / "images" / "fedhb-scale.png", dpi=100)
+        for title, (label, algorithm) in methods.items():
+            rows[title] = [run(label, algorithm, data, 1, seed, out) for seed in seeds]
+    if data == "mnist":
+        picture(rows)
     lines = ["| σ0 | global | ECE | log score | personalised | ECE | log score |", "|---|---|---|---|---|---|---|"]
     for name, found in rows.items():
         cells = [
@@ -226,6 +237,28 @@ def scales(out: Path) -> str:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def picture(rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Accuracy and ECE over σ0."""
+    from matplotlib.figure import Figure  # noqa: TID251
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    over = {float(name): found for name, found in rows.items() if name not in ("literal", "FedAvg")}
+    for axes, what in zip(figure.subplots(1, 2), ("accuracy", "ece"), strict=True):
+        for stance, label in (("global", "global"), ("0.001", "personalised")):
+            y = [statistics.mean(one[stance][what] for one in found) for found in over.values()]
+            (line,) = axes.plot(list(over), y, marker="o", label=label)
+            # The deviation that a client's prior has under the literal form, with d = 203,530, |D| = 60,000 and N = 100
+            literal = statistics.mean(one[stance][what] for one in rows["literal"])
+            axes.plot([0.0017], [literal], marker="x", markersize=9, color=line.get_color(), linestyle="")
+            average = statistics.mean(one[stance][what] for one in rows["FedAvg"])
+            axes.axhline(average, color=line.get_color(), linestyle=":", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xlabel("σ0; crosses: the literal prior; dotted: FedAvg")
+        axes.set_ylabel(f"{what}, %")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(ROOT / "docs" / "images" / "fedhb-scale.png", dpi=100)
 
 
 def cost(rounds: int = 30) -> str:
@@ -290,12 +323,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/fedhb"), help="folder of the runs")
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
+    parser.add_argument("--ensembles", action="store_true", help="Mixture beside networks of random groups of clients")
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
     if options.scales:
-        common.put(PAGE, "scales", scales(options.out))
+        for data in options.data:
+            common.put(PAGE, f"scales-{data}", scales(data, options.seeds, options.out))
         return 0
+    if options.ensembles:
+        options.only, options.epochs = ",".join(["mixture-all", *ENSEMBLES, "fedavg"]), [1]
     if options.cost:
         common.put(PAGE, "cost", cost())
         return 0
@@ -306,12 +343,13 @@ def main() -> int:
         for data in options.data:
             for epochs in options.epochs:
                 for name in options.only.split(","):
-                    algorithm = (METHODS | ALL_LAYERS)[name](network(data), epochs, data)
+                    algorithm = (METHODS | ALL_LAYERS | ENSEMBLES)[name](network(data), epochs, data)
                     found = run(name, algorithm, data, epochs, seed, options.out)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
     common.put(PAGE, "tables", tables(options.out))
     common.put(PAGE, "all-layers", all_layers(options.out))
+    common.put(PAGE, "ensembles", ensembles(options.out))
     return 0
 
 

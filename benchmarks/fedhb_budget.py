@@ -2,10 +2,11 @@
 
     FEDBAYES_DATA=… python benchmarks/fedhb_budget.py                        all methods, both sets, τ = 1 and 5, seeds 0, 1, 2
     FEDBAYES_DATA=… python benchmarks/fedhb_budget.py --only niw,fedavg --data mnist --epochs 1
+    FEDBAYES_DATA=… python benchmarks/fedhb_budget.py --at .3333 3 --only fedavg --data fashion_mnist --epochs 5
     FEDBAYES_DATA=… python benchmarks/fedhb_budget.py --table                only write what there is into docs/results/fedhb.md
 
 A method has twelve tries: its training step size of benchmarks/fedhb.py times 1/3, 1 or 3, and one of four step sizes of
-personalisation (for FedPop, which has none, one of three lengths of its chain). Tries are scored on a fifth of each
+personalisation (FedPop, which has none, has nine: one of three lengths of its chain). Tries are scored on a fifth of each
 client's training rows, which are not trained on, with seed 0 and τ = 1; the test rows have no part in it. The try with the
 best personalised accuracy is then trained on all training rows and tested, with each seed and each τ. Each run has a file
 under --out: what is there is not run again.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -94,6 +96,19 @@ def run(name: str, data: str, epochs: int, seed: int, out: Path) -> dict[str, An
     return found
 
 
+def tried(name: str, data: str, epochs: int, seeds: list[int], train: float, tune: float) -> str:
+    """What other factors than the chosen ones come to."""
+    found = []
+    for seed in seeds:
+        algorithm = trained_at(fedhb.METHODS[name](network(data), epochs, data), train)
+        found.append(scored(fitted(algorithm, clients(data, seed), epochs, seed), (tune,)))
+    figures = [
+        f"{common.spread([one[stance]['accuracy'] for one in found])} {title}"
+        for stance, title in (("global", "global"), (f"{tune:g}", "personalised"))
+    ]
+    return f"{name} {data} τ={epochs} at {train:.2g}, {tune:g}: {', '.join(figures)}"
+
+
 def table(out: Path) -> str:
     lines = ["| | | " + " | ".join(fedhb.LABELS) + " |", "|---" * (len(fedhb.LABELS) + 2) + "|"]
     for data, epochs in fedhb.SETTINGS:
@@ -115,8 +130,13 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/fedhb-budget"), help="folder of the runs")
+    parser.add_argument("--at", type=float, nargs=2, metavar="FACTOR", help="only try these two factors, on test rows")
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     options = parser.parse_args()
+    if options.at:
+        for name, data, epochs in itertools.product(options.only.split(","), options.data, options.epochs):
+            print(tried(name, data, epochs, options.seeds, *options.at))
+        return 0
     for seed in options.seeds if not options.table else []:
         for data in options.data:
             for epochs in options.epochs:
