@@ -2,6 +2,7 @@
 
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py                     small: fits a laptop; seeds 0, 1, 2
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py benchmarks/fedhb_cifar100.toml            the paper's size: needs a GPU
+    FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py benchmarks/fedhb_mobilenet.toml      the same for two cores
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py --only fedhb-niw,fedavg --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb_corrupted.py --table             only write what there is into docs/results/fedhb.md
 
@@ -82,7 +83,8 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
 def table(names: list[str], out: Path) -> str:
     runs = {name: common.found(out, f"{name}-*/figures.json") for name in names}
     lines = ["| | | " + " | ".join(LABELS[name] for name in runs) + " |", "|---" * (len(runs) + 2) + "|"]
-    for rows in [f"{stance}, {group}" for stance in ("global", "adapted") for group in ("participating", "unseen")]:
+    groups = {group for found in runs.values() for one in found for group in one if group != "seconds"}
+    for rows in sorted(groups, key=lambda group: (group.startswith("adapted"), group)):
         for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
             cells = [common.spread([one[rows][figure] for one in found], digits) for found in runs.values()]
             lines.append(f"| {rows} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
