@@ -12,7 +12,8 @@
 A client's round starts at its prior, so π_i is q as it was. Without (11), `reinforce=False`, q itself is kept and sent; that is
 Bayes' rule for rows that are new in each round. Rows that come back are counted again, and deviations fall from round to
 round; `kl` above 1 holds against it. The mean of means and deviations is the Wasserstein barycentre of the clients' Gaussians;
-the other averages are options.
+the other averages are options. In networks of 20,000 weights and more the noise of a round's steps comes from a pool that is
+drawn once for it, in windows at random places and with random signs (`gaussian.draw`).
 
 With ρ = −200 no deviation is left, and with kl = 0 the rest is FedPer; with `alternate`, FedRep; with the split turned round,
 LG-FedAvg; each with the same `uniform`. The paper does not say which parameters (11) moves and which of two copies it returns.

@@ -8,6 +8,7 @@
 
 θ is drawn with noise of deviation 1, of which the public code has a thousandth. The public code divides ζ by the number of
 local steps, 20; here B is the number of minibatches in an epoch, so that with ζ = 1 the sum over an epoch is the bound.
+Noise of large networks is drawn as BPFed's is.
 
 Reference:
     Zhang, Li, Li, Guo, Shao. Personalized federated learning via variational Bayesian inference. ICML 2022.
