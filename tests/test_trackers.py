@@ -68,6 +68,15 @@ def read(kind, folder):
     return read_tensorboard(folder) if kind == "tensorboard" else read_mlflow(folder)
 
 
+def test_runs_that_start_in_the_same_second_do_not_write_over_each_other(tmp_path):
+    pytest.importorskip("tensorboardX", reason="there is no tensorboardX: pip install 'fedbayes[tensorboard]'")
+    for number in range(3):
+        log = trackers.TensorBoard(str(tmp_path), "run")
+        log.text(f"text{number}", {"number": number})
+        log.close()
+    assert set(read_tensorboard(tmp_path)[1]) == {"text0", "text1", "text2"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_logged_is_the_history(clients, model, tmp_path, kind):
     """Stopped after round 3, of which the checkpoint knows 2, and resumed: round 3 runs twice and is logged once."""

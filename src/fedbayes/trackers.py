@@ -118,7 +118,10 @@ class TensorBoard:
     def __init__(self, where: str, name: str) -> None:
         self.folder = Path(where) / name
         self.there = _steps_in(self.folder)
-        self.writer = _module("tensorboard").SummaryWriter(logdir=str(self.folder))
+        earlier = len(
+            list(self.folder.glob("events.out.tfevents.*"))
+        )  # files are named by the second, and would be written over
+        self.writer = _module("tensorboard").SummaryWriter(logdir=str(self.folder), filename_suffix=f".{earlier:04d}")
 
     def steps(self) -> dict[str, int]:
         """From the event files."""
