@@ -211,21 +211,18 @@ SCALES = {"mnist": (0.003, 0.01, 0.03, 0.1, 0.3), "fashion_mnist": (0.03, 0.1, 0
 
 def scales(data: str, seeds: list[int], out: Path) -> str:
     """FedAvg, NIW over σ0 and, on MNIST, the literal prior, with τ = 1; on MNIST writes the picture."""
-    model = network(data)
-    methods = {"FedAvg": ("fedavg", METHODS["fedavg"](model, 1, data))}
-    for sigma0 in SCALES[data]:
-        algorithm = fb.FedHBNIW(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
-        methods[f"{sigma0:g}"] = (f"scale-{sigma0:g}", algorithm)
-    if data == "mnist":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
-        methods["literal"] = ("scale-literal", literal)
-    rows = {}
+    model, rows = network(data), {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for title, (label, algorithm) in methods.items():
-            rows[title] = [run(label, algorithm, data, 1, seed, out) for seed in seeds]
+        warnings.simplefilter("ignore")  # of the literal prior
+        methods = {"FedAvg": ("fedavg", METHODS["fedavg"](model, 1, data))}
+        for sigma0 in SCALES[data]:
+            algorithm = fb.FedHBNIW(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
+            methods[f"{sigma0:g}"] = (f"scale-{sigma0:g}", algorithm)
+        if data == "mnist":
+            literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
+            methods["literal"] = ("scale-literal", literal)
+        for name, (label, algorithm) in methods.items():
+            rows[name] = [run(label, algorithm, data, 1, seed, out) for seed in seeds]
     if data == "mnist":
         picture(rows)
     lines = ["| σ0 | global | ECE | log score | personalised | ECE | log score |", "|---|---|---|---|---|---|---|"]

@@ -68,8 +68,8 @@ def read(kind, folder):
     return read_tensorboard(folder) if kind == "tensorboard" else read_mlflow(folder)
 
 
+@needs_tensorboard
 def test_runs_that_start_in_the_same_second_do_not_write_over_each_other(tmp_path):
-    pytest.importorskip("tensorboardX", reason="there is no tensorboardX: pip install 'fedbayes[tensorboard]'")
     for number in range(3):
         log = trackers.TensorBoard(str(tmp_path), "run")
         log.text(f"text{number}", {"number": number})

@@ -118,9 +118,8 @@ class TensorBoard:
     def __init__(self, where: str, name: str) -> None:
         self.folder = Path(where) / name
         self.there = _steps_in(self.folder)
-        earlier = len(
-            list(self.folder.glob("events.out.tfevents.*"))
-        )  # files are named by the second, and would be written over
+        # Files are named by the second alone, and one of the same second would be written over.
+        earlier = len(list(self.folder.glob("events.out.tfevents.*")))
         self.writer = _module("tensorboard").SummaryWriter(logdir=str(self.folder), filename_suffix=f".{earlier:04d}")
 
     def steps(self) -> dict[str, int]:

@@ -328,9 +328,7 @@ def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
         return m
     leaves, structure = jax.tree_util.tree_flatten_with_path(m)
     # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
-    masks = [
-        leaf.shape if jax.tree_util.keystr(path[-1:]) == "['scale']" else _column_mask(leaf.shape) for path, leaf in leaves
-    ]
+    masks = [leaf.shape if getattr(path[-1], "key", "") == "scale" else _column_mask(leaf.shape) for path, leaf in leaves]
     sizes = [math.prod(shape) for shape in masks]
     kept = (jax.random.uniform(key, (sum(sizes),)) < p).astype(jnp.float32)  # one draw for all
     found, start = [], 0
