@@ -330,7 +330,10 @@ def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
     # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
     masks = [leaf.shape if getattr(path[-1], "key", "") == "scale" else _column_mask(leaf.shape) for path, leaf in leaves]
     sizes = [math.prod(shape) for shape in masks]
-    kept = (jax.random.uniform(key, (sum(sizes),)) < p).astype(jnp.float32)  # one draw for all
+    draws = jax.random.uniform(key, (sum(sizes),))  # one for all
+    # In a loop, so that zeros and ones are made once and not again for every pixel that a scale or a filter multiplies.
+    halves = jnp.pad(draws, (0, len(draws) % 2)).reshape(2, -1)
+    kept = jax.lax.map(lambda half: (half < p).astype(jnp.float32), halves).reshape(-1)
     found, start = [], 0
     for (_, leaf), shape, size in zip(leaves, masks, sizes, strict=True):
         mask = kept[start : start + size].reshape(shape)
