@@ -327,6 +327,25 @@ def test_a_client_of_one_row_ends_where_pull_and_row_balance(sigma0):
     np.testing.assert_allclose(up.delta["body"]["w"], expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("sigma2", [0.0004, 0.01])
+def test_a_mixtures_client_of_one_row_does_too(sigma2):
+    data = Clients.build(np.ones((61, 1), np.float32), np.full(61, 2.0, np.float32), np.repeat([0, 1], [1, 60]), test=0.0)
+    train = Training(epochs=1000, batch=8, lr=0.1, momentum=0.9)
+    assert train.lr / sigma2 > 2 * (1 + train.momentum)
+    gate = mlp((1,), Categorical(2), ())
+    algorithm = FedHBMixture(coordinates(1), head=(), K=2, sigma2=sigma2, train=train, gate=gate, start="best").planned(
+        1, **data.facts
+    )
+    key = jax.random.key(0)
+    apart = {"body": {"w": jnp.array([[0.0], [sigma2**0.5]])}}  # so that both have a share
+    down = algorithm.broadcast(key, algorithm.init_server(key)._replace(r=apart))
+    up, _ = jax.jit(algorithm.client)(key, down, None, _rows(data))
+    c, moved = np.array(up.c, np.float64), np.array(up.moved["body"]["w"], np.float64)[:, 0]
+    w = float(moved[0] / c[0])
+    assert 0.01 < c[0] < 0.99
+    np.testing.assert_allclose((2.0 - w) / NOISE**2, moved.sum() / sigma2, rtol=1e-3)
+
+
 def two_groups(clients, seed=0, rows=30):
     """Half the clients see rows around +2 and label them by a line, the others around −2 and label them the other way."""
     generator = np.random.default_rng(seed)
@@ -386,8 +405,9 @@ def test_no_component_dies(equal, model):
 
 def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
     model = mlp((4,), Categorical(2), hidden=(400,))
-    with pytest.warns(UserWarning, match="the literal prior pulls harder the more weights a network has"):
+    with pytest.warns(UserWarning, match="the literal prior pulls harder the more weights a network has") as said:
         algorithm = FedHBNIW(model, prior="literal", head=(), train=TRAIN).planned(3, **equal.facts)
+    assert len(said) == 1
     simulation = simulated(algorithm, equal, 3)
     of = algorithm._prior(simulation.state.m0)
     strength = of.pull / min(float(leaf.max()) for leaf in jax.tree.leaves(simulation.state.V0)) / ROWS

@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import enum
 import numbers
+import warnings
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
@@ -115,4 +116,7 @@ def _planned(config: D, facts: dict[str, int]) -> D:
             planned = _planned(value, facts)
             if planned is not value:
                 changes[field.name] = planned
-    return dataclasses.replace(config, **changes) if changes else config  # type: ignore[type-var]
+    if not changes:
+        return config
+    with warnings.catch_warnings(action="ignore"):  # what they have to say was said when they were first made
+        return dataclasses.replace(config, **changes)  # type: ignore[type-var]

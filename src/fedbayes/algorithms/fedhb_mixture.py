@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,16 +148,10 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (22), then the E-step, and the gate."""
-        weight, for_gate = 1 / jnp.maximum(rows(data), 1), jax.random.fold_in(key, np.uint32(0xFFFFFFFE))
-
-        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            apart = jax.nn.logsumexp(-squared_distances(m, down.r) / (2 * self.sigma2))
-            return mean_loss(self.model, trees.merge(m, down.head), batch) - weight * apart
-
-        m_i, loss = descend(self.model, F, self._start(down, data), self.train, down.lr, key, data)
+        m_i, loss = self._fit(self._start(down, data), down.r, down.head, self.train, down.lr, key, data)
         distance = squared_distances(m_i, down.r)
         c, label = jax.nn.softmax(-distance / (2 * self.sigma2)), jnp.argmin(distance)
-        beta = down.beta
+        beta, for_gate = down.beta, jax.random.fold_in(key, np.uint32(0xFFFFFFFE))
         if self.K > 1:
 
             def G(beta: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
@@ -195,17 +189,11 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Equation 84, from the best prototype; the head's weights have the prior N(head, σ² I)."""
-        weight = 1 / jnp.maximum(rows(data), 1)
-
-        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            body = jax.tree.map(lambda leaf, part: None if part is None else leaf, m, start, is_leaf=_is_none)
-            head = jax.tree.map(lambda leaf, part: None if part is None else leaf, m, down.head, is_leaf=_is_none)
-            apart = squared_distances(body, down.r) + trees.squared_distance(head, down.head)
-            return mean_loss(self.model, m, batch) - weight * jax.nn.logsumexp(-apart / (2 * self.sigma2))
-
         start = self._best(down, data)  # a mean of prototypes that lie apart is no good network
+        heads = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), down.head)
         whole = trees.merge(start, down.head)
-        return Local(descend(self.model, F, whole, self.tune, self.tune.lr_of(1), key, data)[0])
+        nothing = jax.tree.map(lambda _: None, whole)
+        return Local(self._fit(whole, trees.merge(down.r, heads), nothing, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw of the client's own m (85), or draws of the prototypes in the gate's shares (82) where it has none."""
@@ -236,6 +224,20 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         if self.N is None:
             raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
         return self.N
+
+    def _fit(
+        self, start: Params, r: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+    ) -> tuple[Params, Float[Array, ""]]:
+        """(22) over |D_i|, by minibatches; a client of so few rows that the pull would overshoot takes smaller steps."""
+        n = jnp.maximum(rows(data), 1)
+        if training.optimiser == "sgd":
+            lr = jnp.minimum(lr, (1 + training.momentum) * self.sigma2 * n)  # half of what is stable
+
+        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+            apart = jax.nn.logsumexp(-squared_distances(m, r) / (2 * self.sigma2))
+            return mean_loss(self.model, trees.merge(m, fixed), batch) - apart / n
+
+        return descend(self.model, F, start, training, lr, key, data)
 
     def _start(self, down: Down, data: Data) -> Params:
         if self.start == "centre":
@@ -284,7 +286,3 @@ def squared_distances(m: Params, r: Params) -> Float[Array, " K"]:
     # One by one: a CPU sums to K numbers at once many times slower than K times to one.
     K = jax.tree.leaves(r)[0].shape[0]
     return jnp.stack([trees.squared_distance(m, jax.tree.map(lambda leaf, j=j: leaf[j], r)) for j in range(K)])
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
