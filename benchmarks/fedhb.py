@@ -4,6 +4,7 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --only niw,mixture --data mnist --epochs 1 --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --paired                 all layers trained, ten seeds, seed by seed
     FEDBAYES_DATA=… python benchmarks/fedhb.py --ensembles              Mixture beside networks of random groups
     FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
@@ -79,7 +80,7 @@ def unlabelled(data: str) -> fb.Unlabelled:
 
 METHODS = {
     "niw": lambda model, tau, data: fb.FedHBNIW(model, head_scale=3.0, sigma0=0.3, train=training(tau)),
-    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, train=training(tau)),
+    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, shrink=True, train=training(tau)),
     "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
     "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),
     "fedprox": lambda model, tau, data: fb.FedProx(model, mu=0.01, train=training(tau)),
@@ -93,7 +94,7 @@ METHODS = {
 }
 ALL_LAYERS = {
     "niw-all": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.2, train=training(tau)),
-    "mixture-all": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
+    "mixture-all": lambda model, tau, data: fb.FedHBMixture(model, head=(), shrink=True, train=training(tau)),
     "fedbabu-plain": lambda model, tau, data: fb.FedBABU(model, train=training(tau)),
 }
 """FedHB with no layer frozen, and FedBABU with its head as it starts, as its own code has it."""
@@ -180,6 +181,33 @@ def all_layers(out: Path) -> str:
             kind = "global" if place == 0 else f"personalised at {stance}"
             lines.append(f"| {title(data, epochs)}, {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+RIVALS = {"fedavg": "FedAvg", "fedprox": "FedProx", "fedbabu-plain": "FedBABU as it starts", "fedbabu": "FedBABU, head × 3"}
+
+
+def paired(out: Path) -> str:
+    """NIW and Mixture with all layers trained: their accuracy, and how far ahead they are of a rival with the same seed."""
+    lines = ["| | seeds | accuracy | ahead of " + " | ".join(RIVALS.values()) + " |", "|---" * (len(RIVALS) + 3) + "|"]
+    for rate in RATES:
+        for name in ("niw-all", "mixture-all"):
+            for data, epochs in SETTINGS:
+                own = _by_seed(out, name, data, epochs, rate)
+                cells = [str(len(own)), spread(list(own.values()))]
+                for rival in RIVALS:
+                    other = _by_seed(out, rival, data, epochs, rate)
+                    ahead = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
+                    error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
+                    cells.append("—" if error is None else f"{statistics.mean(ahead):+.2f} ± {error:.2f}")
+                who = "NIW" if name == "niw-all" else "Mixture"
+                lines.append(f"| {who}, {title(data, epochs)}, personalised at {rate:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _by_seed(out: Path, name: str, data: str, epochs: int, rate: float) -> dict[int, float]:
+    folders = out.glob(f"{name}-{data}-{epochs}-*/figures.json")
+    found = {int(one.parent.name.rsplit("-", 1)[1]): json.loads(one.read_text()) for one in folders}
+    return {seed: figures[f"{rate:g}"]["accuracy"] for seed, figures in sorted(found.items())}
 
 
 def ensembles(out: Path) -> str:
@@ -316,20 +344,25 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(METHODS | ALL_LAYERS), help="methods, by name, with commas")
     parser.add_argument("--data", nargs="+", default=["mnist", "fashion_mnist"])
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/fedhb"), help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="0 1 2; 0 to 9 for --paired")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the runs: runs/fedhb, or runs/fedhb-paired")
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
+    parser.add_argument("--paired", action="store_true", help="FedHB with all layers trained, seed by seed against its rivals")
     parser.add_argument("--ensembles", action="store_true", help="Mixture beside networks of random groups of clients")
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
+    options.seeds = options.seeds or list(range(10 if options.paired else 3))
+    options.out = options.out or Path("runs") / ("fedhb-paired" if options.paired else "fedhb")
     if options.scales:
         for data in options.data:
             common.put(PAGE, f"scales-{data}", scales(data, options.seeds, options.out))
         return 0
     if options.ensembles:
         options.only, options.epochs = ",".join(["mixture-all", *ENSEMBLES, "fedavg"]), [1]
+    if options.paired:
+        options.only = ",".join(["niw-all", "mixture-all", *RIVALS])
     if options.cost:
         common.put(PAGE, "cost", cost())
         return 0
@@ -344,6 +377,9 @@ def main() -> int:
                     found = run(name, algorithm, data, epochs, seed, options.out)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
+    if options.paired:
+        common.put(PAGE, "paired", paired(options.out))
+        return 0
     common.put(PAGE, "tables", tables(options.out))
     common.put(PAGE, "all-layers", all_layers(options.out))
     common.put(PAGE, "ensembles", ensembles(options.out))

@@ -214,7 +214,7 @@ def test_the_negative_bound_does_not_rise_on_a_fixed_cohort(kind, equal):
     algorithm = (
         FedHBNIW(model, head=(), p=1.0, sigma0=0.3, elbo=True, train=train)
         if kind == "niw"
-        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=1.0, elbo=True, train=train, start="best")
+        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=1.0, shrink=True, elbo=True, train=train, start="best")
     )
     simulation = Simulation(algorithm.planned(12, **equal.facts), equal)
     bounds = [simulation.step().metrics["bound"] for _ in range(12)]

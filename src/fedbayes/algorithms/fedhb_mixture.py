@@ -10,9 +10,11 @@
 c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, and the
 loss. Sums are N times the mean over the clients of the round. Heads, the gate's too, stay at their random start while training.
 
-As printed, (24) moves a component that hardly any client chooses to the zero network, where none ever will. Here the prior of a
-component that has less than one client pulls it to where it was, and after `patience` such rounds in a row it starts again
-beside the component that has most clients.
+The prior of the prototypes is flat by default. Under N(0, I), as printed, each round draws them to 0 by σ²/(σ² + Σ_i c_ij), and
+clients that take a few steps a round do not make up for it: after 60 rounds with 20 clients the weights of a network had .6 of
+their length. Also as printed, (24) moves a component that hardly any client chooses to the zero network, where none ever will.
+Here the prior of a component that has less than one client pulls it to where it was, and after `patience` such rounds in a row
+it starts again beside the component that has most clients.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -98,8 +100,8 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
     noise: float = 0.1
     """Prototypes start alike but for noise of this length, in units of σ; however many weights there are."""
-    shrink: bool = True
-    """Whether prototypes have the prior N(0, I), which draws them to 0; else a flat one."""
+    shrink: bool = False
+    """Whether prototypes have the paper's prior N(0, I), which draws them to 0; else a flat one."""
     patience: int = 10
     """Rounds with less than one client after which a prototype starts again."""
     elbo: bool = False
