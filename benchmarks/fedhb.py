@@ -5,6 +5,7 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
     FEDBAYES_DATA=… python benchmarks/fedhb.py --paired                 FedHB against its rivals, seed by seed, ten of them
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --rates                  the same over the step size of personalisation
     FEDBAYES_DATA=… python benchmarks/fedhb.py --ensembles              Mixture beside networks of random groups
     FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
@@ -110,20 +111,25 @@ def figures(evaluation: Any, stance: str) -> dict[str, float]:
     return common.figures(evaluation.summary()[stance]["participating"])
 
 
-def run(label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path) -> dict[str, Any]:
+def run(
+    label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path, rates: tuple[float, ...] = RATES
+) -> dict[str, Any]:
     """Train, then personalise at each step size; what is in its folder is not done again."""
     folder = out / f"{label}-{data}-{epochs}-{seed}"
     done = folder / "figures.json"
-    if done.exists():
-        return json.loads(done.read_text())
+    found: dict[str, Any] = json.loads(done.read_text()) if done.exists() else {}
+    if not hasattr(algorithm, "tune") or algorithm.tune.optimiser != "sgd":
+        rates = RATES[:1]
+    missing = [rate for rate in rates if f"{rate:g}" not in found]
+    if not missing:
+        return found
     began = time.perf_counter()
     rounds = 100 // epochs
     fit = fb.simulate(
         algorithm, clients(data, seed), rounds, cohort=10, seed=seed, stances=("global",), folder=folder, resume=True
     )
-    found: dict[str, Any] = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began}
-    rates = RATES if hasattr(algorithm, "tune") and algorithm.tune.optimiser == "sgd" else (1e-3,)
-    for lr in rates:
+    found = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began, **found}
+    for lr in missing:
         if hasattr(algorithm, "tune"):
             tune = dataclasses.replace(algorithm.tune, lr=lr)
             fit.simulation.algorithm = dataclasses.replace(fit.simulation.algorithm, tune=tune)
@@ -201,13 +207,9 @@ def paired(out: Path) -> str:
     for rate in RATES:
         for name, label in PAIRED.items():
             for data, epochs in SETTINGS:
-                own = _by_seed(out, name, data, epochs, rate)
-                cells = [str(len(own)), spread(list(own.values()))]
-                for rival in RIVALS:
-                    other = _by_seed(out, rival, data, epochs, rate)
-                    ahead = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
-                    error = statistics.stdev(ahead) / len(ahead) ** 0.5 if len(ahead) > 1 else None
-                    cells.append("—" if error is None else f"{statistics.mean(ahead):+.2f} ± {error:.2f}")
+                own = list(_by_seed(out, name, data, epochs, rate).values())
+                leads = [_ahead(out, name, rival, data, epochs, rate) for rival in RIVALS]
+                cells = [str(len(own)), spread(own), *("—" if lead is None else _signed(*lead) for lead in leads)]
                 lines.append(f"| {label}, {title(data, epochs)}, personalised at {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -215,7 +217,60 @@ def paired(out: Path) -> str:
 def _by_seed(out: Path, name: str, data: str, epochs: int, rate: float) -> dict[int, float]:
     folders = out.glob(f"{name}-{data}-{epochs}-*/figures.json")
     found = {int(one.parent.name.rsplit("-", 1)[1]): json.loads(one.read_text()) for one in folders}
-    return {seed: figures[f"{rate:g}"]["accuracy"] for seed, figures in sorted(found.items())}
+    return {seed: figures[f"{rate:g}"]["accuracy"] for seed, figures in sorted(found.items()) if f"{rate:g}" in figures}
+
+
+def _ahead(out: Path, name: str, rival: str, data: str, epochs: int, rate: float) -> tuple[float, float] | None:
+    """The mean difference of runs with the same seed and its standard error."""
+    own, other = (_by_seed(out, one, data, epochs, rate) for one in (name, rival))
+    ahead = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
+    return (statistics.mean(ahead), statistics.stdev(ahead) / len(ahead) ** 0.5) if len(ahead) > 1 else None
+
+
+def _signed(mean: float, error: float) -> str:
+    return f"{mean:+.2f} ± {error:.2f}"
+
+
+CURVE = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2)
+CURVES = {name: label for name, label in (PAIRED | RIVALS).items() if name not in ("niw", "mixture")}
+
+
+def curve(out: Path) -> str:
+    """All layers trained: accuracy, less the published one, and the nearest of three rivals, over the step size."""
+    lines = ["| | | " + " | ".join(title(*setting) for setting in SETTINGS) + " |", "|---" * (len(SETTINGS) + 2) + "|"]
+    for place, name in ((0, "niw-all"), (1, "mixture-all"), (1, "mixture-flat")):
+        for rate in CURVE:
+            cells = []
+            for data, epochs in SETTINGS:
+                own = list(_by_seed(out, name, data, epochs, rate).values())
+                leads = {rival: _ahead(out, name, rival, data, epochs, rate) for rival in RIVALS if rival != "fedbabu"}
+                known = {RIVALS[rival]: lead for rival, lead in leads.items() if lead is not None}
+                if not own or not known:
+                    cells.append(common.MISSING)
+                    continue
+                nearest = min(known, key=lambda rival: known[rival][0])
+                mean, published = statistics.mean(own), float(PUBLISHED[data, epochs][1].split()[place])
+                cells.append(f"{mean:.2f} ({mean - published:+.2f}); {_signed(*known[nearest])} {nearest}")
+            lines.append(f"| {CURVES[name]} | at {rate:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def curve_picture(out: Path) -> None:
+    """Personalised accuracy over the step size, a panel for each setting."""
+    from matplotlib.figure import Figure  # noqa: TID251
+
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    for axes, (data, epochs) in zip(figure.subplots(2, 2).flat, SETTINGS, strict=True):
+        for name, label in CURVES.items():
+            found = [list(_by_seed(out, name, data, epochs, rate).values()) for rate in CURVE]
+            y, error = zip(*((statistics.mean(one), statistics.stdev(one) / len(one) ** 0.5) for one in found), strict=True)
+            axes.errorbar(CURVE, y, error, marker="o", markersize=3, linewidth=1.2, label=label)
+        axes.set_xscale("log")
+        axes.set_title(title(data, epochs), fontsize=10)
+        axes.set_xlabel("step size of personalisation")
+        axes.set_ylabel("personalised accuracy, %")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(ROOT / "docs" / "images" / "fedhb-rates.png", dpi=100)
 
 
 def ensembles(out: Path) -> str:
@@ -349,7 +404,7 @@ def centralised(seeds: list[int], out: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(METHODS | ALL_LAYERS), help="methods, by name, with commas")
+    parser.add_argument("--only", default=None, help="methods, by name, with commas")
     parser.add_argument("--data", nargs="+", default=["mnist", "fashion_mnist"])
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
     parser.add_argument("--seeds", type=int, nargs="+", default=None, help="0 1 2; 0 to 9 for --paired")
@@ -357,20 +412,27 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
     parser.add_argument("--paired", action="store_true", help="FedHB against its rivals, seed by seed")
+    parser.add_argument("--rates", action="store_true", help="all layers trained, over the step size of personalisation")
     parser.add_argument("--ensembles", action="store_true", help="Mixture beside networks of random groups of clients")
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
-    options.seeds = options.seeds or list(range(10 if options.paired else 3))
-    options.out = options.out or Path("runs") / ("fedhb-paired" if options.paired else "fedhb")
+    ten = options.paired or options.rates
+    options.seeds = options.seeds or list(range(10 if ten else 3))
+    options.out = options.out or Path("runs") / ("fedhb-paired" if ten else "fedhb")
     if options.scales:
         for data in options.data:
             common.put(PAGE, f"scales-{data}", scales(data, options.seeds, options.out))
         return 0
+    chosen = [*METHODS, *ALL_LAYERS]
     if options.ensembles:
-        options.only, options.epochs = ",".join(["mixture-all", *ENSEMBLES, "fedavg"]), [1]
-    if options.paired:
-        options.only = ",".join([*PAIRED, *RIVALS])
+        chosen, options.epochs = ["mixture-all", *ENSEMBLES, "fedavg"], [1]
+    elif options.paired:
+        chosen = [*PAIRED, *RIVALS]
+    elif options.rates:
+        chosen = [*CURVES]
+    if options.only:
+        chosen = options.only.split(",")
     if options.cost:
         common.put(PAGE, "cost", cost())
         return 0
@@ -380,13 +442,17 @@ def main() -> int:
     for seed in options.seeds if not options.table else []:
         for data in options.data:
             for epochs in options.epochs:
-                for name in options.only.split(","):
+                for name in chosen:
                     algorithm = (METHODS | ALL_LAYERS | ENSEMBLES | FLAT)[name](network(data), epochs, data)
-                    found = run(name, algorithm, data, epochs, seed, options.out)
+                    found = run(name, algorithm, data, epochs, seed, options.out, CURVE if options.rates else RATES)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
     if options.paired:
         common.put(PAGE, "paired", paired(options.out))
+        return 0
+    if options.rates:
+        curve_picture(options.out)
+        common.put(PAGE, "rates", curve(options.out))
         return 0
     common.put(PAGE, "tables", tables(options.out))
     common.put(PAGE, "all-layers", all_layers(options.out))

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import struct
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -497,11 +499,9 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Corruptions
 
 
-def corrupted(**options):
+def corrupted(corrupt=lambda image, severity, kind: image, **options):
     images = np.repeat(np.arange(40, dtype=np.uint8), 32 * 32 * 3).reshape(40, 32, 32, 3)  # a pixel says which image it is
-    return data.corrupted(
-        images, np.arange(40) % 4, each=2, partition="iid", corrupt=lambda image, severity, kind: image, **options
-    )
+    return data.corrupted(images, np.arange(40) % 4, each=2, partition="iid", corrupt=corrupt, **options)
 
 
 def test_corrupted_clients_hold_every_image_once_for_each_kind() -> None:
@@ -522,6 +522,23 @@ def test_no_test_image_was_trained_on_under_another_corruption() -> None:
             for part in ("train", "test")
         ]
         assert (not pixels[0] & pixels[1]) == expected
+
+
+def test_a_seed_decides_the_noise_of_every_kind(monkeypatch) -> None:
+    """Of the package's kinds some draw from NumPy's global stream and two from a generator that only their `seed` reaches."""
+
+    def corrupt(image, severity, corruption_name, **options):
+        own = corruption_name in ("glass_blur", "impulse_noise")
+        assert own or not options, "the others take no seed"
+        random = np.random.default_rng(options.get("seed") if own else np.random.randint(2**31))
+        return random.integers(0, 256, image.shape, np.uint8)
+
+    monkeypatch.setitem(sys.modules, "imagecorruptions", types.SimpleNamespace(corrupt=corrupt))
+    made = [corrupted(corrupt=None, seed=seed) for seed in (0, 0, 1)]
+    assert np.array_equal(made[0].x, made[1].x)
+    blurred = [clients.rows("glass_blur-0")[0] for clients in made]
+    assert not np.array_equal(blurred[0][0], blurred[0][1])
+    assert blurred[0].shape != blurred[2].shape or not np.array_equal(blurred[0], blurred[2])
 
 
 def test_corruptions_leave_the_global_stream_alone() -> None:

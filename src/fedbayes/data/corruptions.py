@@ -108,4 +108,10 @@ def _package() -> Callable[[np.ndarray, int, str], Any]:
         from imagecorruptions import corrupt
     except ImportError:
         raise UserError("corruptions need the package imagecorruptions-imaug: pip install 'fedbayes[corruptions]'") from None
-    return lambda image, severity, kind: corrupt(image, severity=severity, corruption_name=kind)
+
+    def one(image: np.ndarray, severity: int, kind: str) -> Any:
+        # These two draw from a generator of their own, which nobody else's seed reaches
+        own = {"seed": np.random.randint(2**31)} if kind in ("glass_blur", "impulse_noise") else {}
+        return corrupt(image, severity=severity, corruption_name=kind, **own)
+
+    return one
