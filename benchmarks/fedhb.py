@@ -41,6 +41,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedhb.md"
 RATES = (1e-3, 1e-2)
 """Step sizes of personalisation; the first is the protocol's."""
+BETWEEN = (1e-3, 5e-3, 1e-2)
+CURVE = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2)
 SETTINGS = [(data, epochs) for data in ("mnist", "fashion_mnist") for epochs in (1, 5)]
 PUBLISHED = {
     ("mnist", 1): (
@@ -201,28 +203,38 @@ PAIRED = {
 RIVALS = {"fedavg": "FedAvg", "fedprox": "FedProx", "fedbabu-plain": "FedBABU as it starts", "fedbabu": "FedBABU, head × 3"}
 
 
-def paired(out: Path) -> str:
+def paired(out: Path, seeds: list[int]) -> str:
     """NIW's and Mixture's accuracy, and how far ahead they are of a rival with the same seed, with the standard error."""
-    lines = ["| | seeds | accuracy | ahead of " + " | ".join(RIVALS.values()) + " |", "|---" * (len(RIVALS) + 3) + "|"]
-    for rate in RATES:
+    titles = ["seeds", "accuracy", "published", "ahead of FedAvg", *list(RIVALS.values())[1:]]
+    lines = ["| | | " + " | ".join(titles) + " |", "|---" * (len(titles) + 2) + "|"]
+    for stance in ("global", *(f"{rate:g}" for rate in BETWEEN)):
         for name, label in PAIRED.items():
             for data, epochs in SETTINGS:
-                own = list(_by_seed(out, name, data, epochs, rate).values())
-                leads = [_ahead(out, name, rival, data, epochs, rate) for rival in RIVALS]
-                cells = [str(len(own)), spread(own), *("—" if lead is None else _signed(*lead) for lead in leads)]
-                lines.append(f"| {label}, {title(data, epochs)}, personalised at {rate:g} | " + " | ".join(cells) + " |")
+                own = list(_by_seed(out, seeds, name, data, epochs, stance).values())
+                leads = [_ahead(out, seeds, name, rival, data, epochs, stance) for rival in RIVALS]
+                cells = [str(len(own)), spread(own), _published(name, data, epochs, stance)]
+                cells += [common.MISSING if lead is None else _signed(*lead) for lead in leads]
+                kind = stance if stance == "global" else f"personalised at {stance}"
+                lines.append(f"| {label}, {kind} | {title(data, epochs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _by_seed(out: Path, name: str, data: str, epochs: int, rate: float) -> dict[int, float]:
-    folders = out.glob(f"{name}-{data}-{epochs}-*/figures.json")
-    found = {int(one.parent.name.rsplit("-", 1)[1]): json.loads(one.read_text()) for one in folders}
-    return {seed: figures[f"{rate:g}"]["accuracy"] for seed, figures in sorted(found.items()) if f"{rate:g}" in figures}
+def _published(name: str, data: str, epochs: int, stance: str) -> str:
+    """NIW's figure or Mixture's in Tables 10 and 11."""
+    return PUBLISHED[data, epochs][stance != "global"].split()[not name.startswith("niw")]
 
 
-def _ahead(out: Path, name: str, rival: str, data: str, epochs: int, rate: float) -> tuple[float, float] | None:
+def _by_seed(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> dict[int, float]:
+    files = {seed: out / f"{name}-{data}-{epochs}-{seed}" / "figures.json" for seed in seeds}
+    found = {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
+    return {seed: figures[stance]["accuracy"] for seed, figures in found.items() if stance in figures}
+
+
+def _ahead(
+    out: Path, seeds: list[int], name: str, rival: str, data: str, epochs: int, stance: str
+) -> tuple[float, float] | None:
     """The mean difference of runs with the same seed and its standard error."""
-    own, other = (_by_seed(out, one, data, epochs, rate) for one in (name, rival))
+    own, other = (_by_seed(out, seeds, one, data, epochs, stance) for one in (name, rival))
     ahead = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
     return (statistics.mean(ahead), statistics.stdev(ahead) / len(ahead) ** 0.5) if len(ahead) > 1 else None
 
@@ -231,40 +243,42 @@ def _signed(mean: float, error: float) -> str:
     return f"{mean:+.2f} ± {error:.2f}"
 
 
-CURVE = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2)
 CURVES = {name: label for name, label in (PAIRED | RIVALS).items() if name not in ("niw", "mixture")}
 
 
-def curve(out: Path) -> str:
+def curve(out: Path, seeds: list[int]) -> str:
     """All layers trained: accuracy, less the published one, and the nearest of three rivals, over the step size."""
     lines = ["| | | " + " | ".join(title(*setting) for setting in SETTINGS) + " |", "|---" * (len(SETTINGS) + 2) + "|"]
-    for place, name in ((0, "niw-all"), (1, "mixture-all"), (1, "mixture-flat")):
-        for rate in CURVE:
-            cells = []
-            for data, epochs in SETTINGS:
-                own = list(_by_seed(out, name, data, epochs, rate).values())
-                leads = {rival: _ahead(out, name, rival, data, epochs, rate) for rival in RIVALS if rival != "fedbabu"}
-                known = {RIVALS[rival]: lead for rival, lead in leads.items() if lead is not None}
-                if not own or not known:
-                    cells.append(common.MISSING)
-                    continue
-                nearest = min(known, key=lambda rival: known[rival][0])
-                mean, published = statistics.mean(own), float(PUBLISHED[data, epochs][1].split()[place])
-                cells.append(f"{mean:.2f} ({mean - published:+.2f}); {_signed(*known[nearest])} {nearest}")
-            lines.append(f"| {CURVES[name]} | at {rate:g} | " + " | ".join(cells) + " |")
+    for name in (name for name in CURVES if name in PAIRED):
+        for stance in (f"{rate:g}" for rate in CURVE):
+            cells = [_place(out, seeds, name, data, epochs, stance) for data, epochs in SETTINGS]
+            lines.append(f"| {CURVES[name]} | at {stance} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def curve_picture(out: Path) -> None:
+def _place(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> str:
+    own = list(_by_seed(out, seeds, name, data, epochs, stance).values())
+    leads = {rival: _ahead(out, seeds, name, rival, data, epochs, stance) for rival in RIVALS if rival != "fedbabu"}
+    known = {RIVALS[rival]: lead for rival, lead in leads.items() if lead is not None}
+    if not own or not known:
+        return common.MISSING
+    nearest = min(known, key=lambda rival: known[rival][0])
+    mean, published = statistics.mean(own), float(_published(name, data, epochs, stance))
+    return f"{mean:.2f} ({mean - published:+.2f}); {_signed(*known[nearest])} {nearest}"
+
+
+def curve_picture(out: Path, seeds: list[int]) -> None:
     """Personalised accuracy over the step size, a panel for each setting."""
     from matplotlib.figure import Figure  # noqa: TID251
 
     figure = Figure(figsize=(9, 6.4), layout="constrained")
     for axes, (data, epochs) in zip(figure.subplots(2, 2).flat, SETTINGS, strict=True):
         for name, label in CURVES.items():
-            found = [list(_by_seed(out, name, data, epochs, rate).values()) for rate in CURVE]
-            y, error = zip(*((statistics.mean(one), statistics.stdev(one) / len(one) ** 0.5) for one in found), strict=True)
-            axes.errorbar(CURVE, y, error, marker="o", markersize=3, linewidth=1.2, label=label)
+            found = {rate: list(_by_seed(out, seeds, name, data, epochs, f"{rate:g}").values()) for rate in CURVE}
+            some = {rate: values for rate, values in found.items() if len(values) > 1}
+            y = [statistics.mean(values) for values in some.values()]
+            error = [statistics.stdev(values) / len(values) ** 0.5 for values in some.values()]
+            axes.errorbar(list(some), y, error, marker="o", markersize=3, linewidth=1.2, label=label)
         axes.set_xscale("log")
         axes.set_title(title(data, epochs), fontsize=10)
         axes.set_xlabel("step size of personalisation")
@@ -417,20 +431,19 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
-    ten = options.paired or options.rates
-    options.seeds = options.seeds or list(range(10 if ten else 3))
-    options.out = options.out or Path("runs") / ("fedhb-paired" if ten else "fedhb")
+    options.seeds = options.seeds or list(range(10 if options.paired else 3))
+    options.out = options.out or Path("runs") / ("fedhb-paired" if options.paired else "fedhb")
     if options.scales:
         for data in options.data:
             common.put(PAGE, f"scales-{data}", scales(data, options.seeds, options.out))
         return 0
-    chosen = [*METHODS, *ALL_LAYERS]
+    chosen, rates = [*METHODS, *ALL_LAYERS], RATES
     if options.ensembles:
         chosen, options.epochs = ["mixture-all", *ENSEMBLES, "fedavg"], [1]
     elif options.paired:
-        chosen = [*PAIRED, *RIVALS]
+        chosen, rates = [*PAIRED, *RIVALS], BETWEEN
     elif options.rates:
-        chosen = [*CURVES]
+        chosen, rates = [*CURVES], CURVE
     if options.only:
         chosen = options.only.split(",")
     if options.cost:
@@ -444,15 +457,15 @@ def main() -> int:
             for epochs in options.epochs:
                 for name in chosen:
                     algorithm = (METHODS | ALL_LAYERS | ENSEMBLES | FLAT)[name](network(data), epochs, data)
-                    found = run(name, algorithm, data, epochs, seed, options.out, CURVE if options.rates else RATES)
+                    found = run(name, algorithm, data, epochs, seed, options.out, rates)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
     if options.paired:
-        common.put(PAGE, "paired", paired(options.out))
+        common.put(PAGE, "paired", paired(options.out, options.seeds))
         return 0
     if options.rates:
-        curve_picture(options.out)
-        common.put(PAGE, "rates", curve(options.out))
+        curve_picture(options.out, options.seeds)
+        common.put(PAGE, "rates", curve(options.out, options.seeds))
         return 0
     common.put(PAGE, "tables", tables(options.out))
     common.put(PAGE, "all-layers", all_layers(options.out))
