@@ -4,8 +4,8 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --only niw,mixture --data mnist --epochs 1 --seeds 0
     FEDBAYES_DATA=… python benchmarks/fedhb.py --table                  only write what there is into docs/results/fedhb.md
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --rates                  the methods over the step size of personalisation
     FEDBAYES_DATA=… python benchmarks/fedhb.py --paired                 FedHB against its rivals, seed by seed, ten of them
-    FEDBAYES_DATA=… python benchmarks/fedhb.py --rates                  the same over the step size of personalisation
     FEDBAYES_DATA=… python benchmarks/fedhb.py --ensembles              Mixture beside networks of random groups
     FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
@@ -42,6 +42,7 @@ PAGE = ROOT / "docs" / "results" / "fedhb.md"
 RATES = (1e-3, 1e-2)
 """Step sizes of personalisation; the first is the protocol's."""
 BETWEEN = (1e-3, 5e-3, 1e-2)
+"""The same and one between them, for the comparison seed by seed."""
 CURVE = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 3e-2)
 SETTINGS = [(data, epochs) for data in ("mnist", "fashion_mnist") for epochs in (1, 5)]
 PUBLISHED = {
@@ -119,7 +120,8 @@ def run(
     """Train, then personalise at each step size; what is in its folder is not done again."""
     folder = out / f"{label}-{data}-{epochs}-{seed}"
     done = folder / "figures.json"
-    found: dict[str, Any] = json.loads(done.read_text()) if done.exists() else {}
+    trained = (folder / "result.json").exists()  # or else figures that are left would be of another training
+    found: dict[str, Any] = json.loads(done.read_text()) if done.exists() and trained else {}
     if not hasattr(algorithm, "tune") or algorithm.tune.optimiser != "sgd":
         rates = RATES[:1]
     missing = [rate for rate in rates if f"{rate:g}" not in found]
@@ -140,26 +142,41 @@ def run(
     return found
 
 
-def tables(out: Path) -> str:
+def runs(out: Path, seeds: list[int], name: str, data: str, epochs: int) -> dict[int, dict[str, Any]]:
+    """The figures that a method's runs left, by seed."""
+    files = {seed: out / f"{name}-{data}-{epochs}-{seed}" / "figures.json" for seed in seeds}
+    return {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
+
+
+def values(found: dict[int, dict[str, Any]], stance: str, figure: str = "accuracy") -> dict[int, float]:
+    return {seed: one[stance][figure] for seed, one in found.items() if stance in one}
+
+
+def cell(found: dict[int, dict[str, Any]], stance: str, figure: str = "accuracy", digits: int = 2) -> str:
+    return spread(list(values(found, stance, figure).values()), digits)
+
+
+def kind(stance: str) -> str:
+    return stance if stance == "global" else f"personalised at {stance}"
+
+
+def tables(out: Path, seeds: list[int]) -> str:
     """Markdown: accuracies beside the published ones, each personalised step size, and calibration."""
     lines = ["| | " + " | ".join(LABELS) + " |", "|---" * (len(LABELS) + 1) + "|"]
     rates = ["| | " + " | ".join(LABELS) + " |", lines[1]]
     calibration = ["| | | " + " | ".join(LABELS) + " |", "|---" * (len(LABELS) + 2) + "|"]
     for data, epochs in SETTINGS:
-        found = {name: _found(out, name, data, epochs) for name in METHODS}
+        found = [runs(out, seeds, name, data, epochs) for name in METHODS]
         setting = title(data, epochs)
         for place, stance in enumerate(("global", f"{RATES[0]:g}")):
-            kind = ("global", "personalised")[place]
-            published = PUBLISHED[data, epochs][place].split()
-            cells = [_accuracy(runs, stance) for runs in found.values()]
-            lines.append(f"| {setting}, {kind} | " + " | ".join(cells) + " |")
-            lines.append("| published | " + " | ".join(published) + " |")
+            row = f"{setting}, {('global', 'personalised')[place]}"
+            lines.append(f"| {row} | " + " | ".join(cell(one, stance) for one in found) + " |")
+            lines.append("| published | " + " | ".join(PUBLISHED[data, epochs][place].split()) + " |")
             for figure, digits in (("ece", 2), ("log_score", 3)):
-                cells = [spread([one[stance][figure] for one in runs], digits) for runs in found.values()]
-                calibration.append(f"| {setting}, {kind} | {figure} | " + " | ".join(cells) + " |")
+                cells = [cell(one, stance, figure, digits) for one in found]
+                calibration.append(f"| {row} | {figure} | " + " | ".join(cells) + " |")
         for rate in RATES:
-            cells = [_accuracy(runs, f"{rate:g}") for runs in found.values()]
-            rates.append(f"| {setting}, step size {rate:g} | " + " | ".join(cells) + " |")
+            rates.append(f"| {setting}, step size {rate:g} | " + " | ".join(cell(one, f"{rate:g}") for one in found) + " |")
     return "\n".join(
         [
             "### Accuracy",
@@ -177,25 +194,23 @@ def tables(out: Path) -> str:
     )
 
 
-def all_layers(out: Path) -> str:
+def all_layers(out: Path, seeds: list[int]) -> str:
     """FedHB with no layer frozen and plain FedBABU, beside the published figures."""
     lines = ["| | NIW, all layers | published | Mixture, all layers | published | FedBABU, head as it starts | published |"]
     lines.append("|---" * 7 + "|")
     for data, epochs in SETTINGS:
-        found = [_found(out, name, data, epochs) for name in ALL_LAYERS]
-        for place, stance in ((0, "global"), *((1, f"{rate:g}") for rate in RATES)):
-            published = PUBLISHED[data, epochs][place].split()
-            cells = [cell for runs, figure in zip(found, published, strict=False) for cell in (_accuracy(runs, stance), figure)]
-            kind = "global" if place == 0 else f"personalised at {stance}"
-            lines.append(f"| {title(data, epochs)}, {kind} | " + " | ".join(cells) + " |")
+        found = [runs(out, seeds, name, data, epochs) for name in ALL_LAYERS]
+        for stance in ("global", *(f"{rate:g}" for rate in RATES)):
+            published = PUBLISHED[data, epochs][stance != "global"].split()
+            cells = [text for one, figure in zip(found, published, strict=False) for text in (cell(one, stance), figure)]
+            lines.append(f"| {title(data, epochs)}, {kind(stance)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 FLAT = {"mixture-flat": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau))}
 """Prototypes with a flat prior, the library's default."""
-PAIRED = {
-    "niw": "NIW, head frozen",
-    "mixture": "Mixture, head frozen",
+FROZEN = {"niw": "NIW, head frozen", "mixture": "Mixture, head frozen"}
+FREE = {
     "niw-all": "NIW, all layers",
     "mixture-all": "Mixture, all layers",
     "mixture-flat": "Mixture, all layers, flat prior",
@@ -205,66 +220,63 @@ RIVALS = {"fedavg": "FedAvg", "fedprox": "FedProx", "fedbabu-plain": "FedBABU as
 
 def paired(out: Path, seeds: list[int]) -> str:
     """NIW's and Mixture's accuracy, and how far ahead they are of a rival with the same seed, with the standard error."""
-    titles = ["seeds", "accuracy", "published", "ahead of FedAvg", *list(RIVALS.values())[1:]]
+    titles = ["seeds", "accuracy", "published", *(f"ahead of {label}" for label in RIVALS.values())]
     lines = ["| | | " + " | ".join(titles) + " |", "|---" * (len(titles) + 2) + "|"]
     for stance in ("global", *(f"{rate:g}" for rate in BETWEEN)):
-        for name, label in PAIRED.items():
+        for name, label in (FROZEN | FREE).items():
             for data, epochs in SETTINGS:
-                own = list(_by_seed(out, seeds, name, data, epochs, stance).values())
-                leads = [_ahead(out, seeds, name, rival, data, epochs, stance) for rival in RIVALS]
-                cells = [str(len(own)), spread(own), _published(name, data, epochs, stance)]
-                cells += [common.MISSING if lead is None else _signed(*lead) for lead in leads]
-                kind = stance if stance == "global" else f"personalised at {stance}"
-                lines.append(f"| {label}, {kind} | {title(data, epochs)} | " + " | ".join(cells) + " |")
+                own = values(runs(out, seeds, name, data, epochs), stance)
+                others = [values(runs(out, seeds, rival, data, epochs), stance) for rival in RIVALS]
+                cells = [str(len(own)), spread(list(own.values())), published(name, data, epochs, stance)]
+                cells = cells if own else [common.MISSING] * 3
+                cells += [common.MISSING if lead is None else signed(*lead) for lead in (ahead(own, one) for one in others)]
+                lines.append(f"| {label}, {kind(stance)} | {title(data, epochs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _published(name: str, data: str, epochs: int, stance: str) -> str:
+def published(name: str, data: str, epochs: int, stance: str) -> str:
     """NIW's figure or Mixture's in Tables 10 and 11."""
-    return PUBLISHED[data, epochs][stance != "global"].split()[not name.startswith("niw")]
+    figures = PUBLISHED[data, epochs][0 if stance == "global" else 1]
+    return figures.split()[0 if name.startswith("niw") else 1]
 
 
-def _by_seed(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> dict[int, float]:
-    files = {seed: out / f"{name}-{data}-{epochs}-{seed}" / "figures.json" for seed in seeds}
-    found = {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
-    return {seed: figures[stance]["accuracy"] for seed, figures in found.items() if stance in figures}
+def mean_error(numbers: list[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return statistics.mean(numbers), statistics.stdev(numbers) / len(numbers) ** 0.5
 
 
-def _ahead(
-    out: Path, seeds: list[int], name: str, rival: str, data: str, epochs: int, stance: str
-) -> tuple[float, float] | None:
+def ahead(own: dict[int, float], other: dict[int, float]) -> tuple[float, float] | None:
     """The mean difference of runs with the same seed and its standard error."""
-    own, other = (_by_seed(out, seeds, one, data, epochs, stance) for one in (name, rival))
-    ahead = [own[seed] - other[seed] for seed in own.keys() & other.keys()]
-    return (statistics.mean(ahead), statistics.stdev(ahead) / len(ahead) ** 0.5) if len(ahead) > 1 else None
+    both = own.keys() & other.keys()
+    return mean_error([own[seed] - other[seed] for seed in both]) if len(both) > 1 else None
 
 
-def _signed(mean: float, error: float) -> str:
+def signed(mean: float, error: float) -> str:
     return f"{mean:+.2f} ± {error:.2f}"
-
-
-CURVES = {name: label for name, label in (PAIRED | RIVALS).items() if name not in ("niw", "mixture")}
 
 
 def curve(out: Path, seeds: list[int]) -> str:
     """All layers trained: accuracy, less the published one, and the nearest of three rivals, over the step size."""
     lines = ["| | | " + " | ".join(title(*setting) for setting in SETTINGS) + " |", "|---" * (len(SETTINGS) + 2) + "|"]
-    for name in (name for name in CURVES if name in PAIRED):
+    for name, label in FREE.items():
         for stance in (f"{rate:g}" for rate in CURVE):
             cells = [_place(out, seeds, name, data, epochs, stance) for data, epochs in SETTINGS]
-            lines.append(f"| {CURVES[name]} | at {stance} | " + " | ".join(cells) + " |")
+            lines.append(f"| {label} | at {stance} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _place(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> str:
-    own = list(_by_seed(out, seeds, name, data, epochs, stance).values())
-    leads = {rival: _ahead(out, seeds, name, rival, data, epochs, stance) for rival in RIVALS if rival != "fedbabu"}
-    known = {RIVALS[rival]: lead for rival, lead in leads.items() if lead is not None}
-    if not own or not known:
-        return common.MISSING
-    nearest = min(known, key=lambda rival: known[rival][0])
-    mean, published = statistics.mean(own), float(_published(name, data, epochs, stance))
-    return f"{mean:.2f} ({mean - published:+.2f}); {_signed(*known[nearest])} {nearest}"
+    own = values(runs(out, seeds, name, data, epochs), stance)
+    leads = {}
+    for rival in ("fedavg", "fedprox", "fedbabu-plain"):
+        lead = ahead(own, values(runs(out, seeds, rival, data, epochs), stance))
+        if lead is None:
+            return common.MISSING
+        leads[RIVALS[rival]] = lead
+    nearest = min(leads, key=lambda rival: leads[rival][0])
+    mean = statistics.mean(own.values())
+    behind = mean - float(published(name, data, epochs, stance))
+    return f"{mean:.2f} ({behind:+.2f}); {signed(*leads[nearest])} {nearest}"
 
 
 def curve_picture(out: Path, seeds: list[int]) -> None:
@@ -273,13 +285,17 @@ def curve_picture(out: Path, seeds: list[int]) -> None:
 
     figure = Figure(figsize=(9, 6.4), layout="constrained")
     for axes, (data, epochs) in zip(figure.subplots(2, 2).flat, SETTINGS, strict=True):
-        for name, label in CURVES.items():
-            found = {rate: list(_by_seed(out, seeds, name, data, epochs, f"{rate:g}").values()) for rate in CURVE}
-            some = {rate: values for rate, values in found.items() if len(values) > 1}
-            y = [statistics.mean(values) for values in some.values()]
-            error = [statistics.stdev(values) / len(values) ** 0.5 for values in some.values()]
-            axes.errorbar(list(some), y, error, marker="o", markersize=3, linewidth=1.2, label=label)
+        for name, label in (FREE | RIVALS).items():
+            found = runs(out, seeds, name, data, epochs)
+            points = [list(values(found, f"{rate:g}").values()) for rate in CURVE]
+            if min(map(len, points)) < 2:
+                print(f"no picture: {name} {title(data, epochs)} has not two seeds at every step size", file=sys.stderr)
+                return
+            y, error = zip(*map(mean_error, points), strict=True)
+            axes.errorbar(CURVE, y, error, marker="o", markersize=3, linewidth=1.2, label=label)
         axes.set_xscale("log")
+        axes.set_xticks(CURVE, [f"{rate:g}"[1:] for rate in CURVE])
+        axes.minorticks_off()
         axes.set_title(title(data, epochs), fontsize=10)
         axes.set_xlabel("step size of personalisation")
         axes.set_ylabel("personalised accuracy, %")
@@ -287,28 +303,19 @@ def curve_picture(out: Path, seeds: list[int]) -> None:
     figure.savefig(ROOT / "docs" / "images" / "fedhb-rates.png", dpi=100)
 
 
-def ensembles(out: Path) -> str:
+def ensembles(out: Path, seeds: list[int]) -> str:
     """Mixture beside networks of random groups, with τ = 1; all layers trained."""
     lines = ["| | Mixture, K = 2 | its group's network | both networks | FedAvg |", "|---" * 5 + "|"]
     names = ("mixture-all", *ENSEMBLES, "fedavg")
     for data in ("mnist", "fashion_mnist"):
+        found = [runs(out, seeds, name, data, 1) for name in names]
         for stance in ("global", *(f"{rate:g}" for rate in RATES)):
-            cells = [_accuracy(_found(out, name, data, 1), stance) for name in names]
-            kind = "global" if stance == "global" else f"personalised at {stance}"
-            lines.append(f"| {title(data, 1)}, {kind} | " + " | ".join(cells) + " |")
+            lines.append(f"| {title(data, 1)}, {kind(stance)} | " + " | ".join(cell(one, stance) for one in found) + " |")
     return "\n".join(lines)
 
 
 def title(data: str, epochs: int) -> str:
     return f"{'MNIST' if data == 'mnist' else 'Fashion-MNIST'}, τ = {epochs}"
-
-
-def _accuracy(runs: list[dict[str, Any]], stance: str) -> str:
-    return spread([one[stance]["accuracy"] for one in runs if stance in one])
-
-
-def _found(out: Path, name: str, data: str, epochs: int) -> list[dict[str, Any]]:
-    return common.found(out, f"{name}-{data}-{epochs}-*/figures.json")
 
 
 SCALES = {"mnist": (0.003, 0.01, 0.03, 0.1, 0.3), "fashion_mnist": (0.03, 0.1, 0.3)}
@@ -441,9 +448,9 @@ def main() -> int:
     if options.ensembles:
         chosen, options.epochs = ["mixture-all", *ENSEMBLES, "fedavg"], [1]
     elif options.paired:
-        chosen, rates = [*PAIRED, *RIVALS], BETWEEN
+        chosen, rates = [*FROZEN, *FREE, *RIVALS], BETWEEN
     elif options.rates:
-        chosen, rates = [*CURVES], CURVE
+        chosen, rates = [*FREE, *RIVALS], CURVE
     if options.only:
         chosen = options.only.split(",")
     if options.cost:
@@ -467,9 +474,9 @@ def main() -> int:
         curve_picture(options.out, options.seeds)
         common.put(PAGE, "rates", curve(options.out, options.seeds))
         return 0
-    common.put(PAGE, "tables", tables(options.out))
-    common.put(PAGE, "all-layers", all_layers(options.out))
-    common.put(PAGE, "ensembles", ensembles(options.out))
+    common.put(PAGE, "tables", tables(options.out, options.seeds))
+    common.put(PAGE, "all-layers", all_layers(options.out, options.seeds))
+    common.put(PAGE, "ensembles", ensembles(options.out, options.seeds))
     return 0
 
 

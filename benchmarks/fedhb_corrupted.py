@@ -80,6 +80,15 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
     return found
 
 
+def same_settings(config: dict[str, Any], out: Path) -> None:
+    """A folder's runs and clients are of one configuration."""
+    known = out / "settings.json"
+    if known.exists() and json.loads(known.read_text()) != config:
+        raise fb.UserError(f"{out} has runs with other settings than these; give another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write(known, json.dumps(config, indent=2).encode())
+
+
 def table(names: list[str], out: Path) -> str:
     runs = {name: common.found(out, f"{name}-*/figures.json") for name in names}
     lines = ["| | | " + " | ".join(LABELS[name] for name in runs) + " |", "|---" * (len(runs) + 2) + "|"]
@@ -100,7 +109,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     options = parser.parse_args()
     config = tomllib.loads(options.config.read_text())
-    out, names = options.out or Path("runs") / options.config.stem, list(config["compare"])
+    out, names = options.out or Path("runs") / options.config.stem, list(config.pop("compare"))
+    same_settings(config, out)
     for seed in options.seeds if not options.table else []:
         for name in options.only.split(",") if options.only else names:
             found = run(name, config, seed, out)
