@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 from fedbayes import cli
+from fedbayes.algorithms import names
 
 QUICK = ["--rounds", "2", "--model", "mlp:4"]
 
@@ -248,10 +249,13 @@ def test_no_test_rows_is_still_a_run(capsys, tmp_path):
     assert "no test rows" in out
 
 
-def test_a_wrong_option_is_exit_code_two(capsys):
+@pytest.mark.parametrize("algorithm", names("clients"))
+def test_a_wrong_option_is_exit_code_two_and_named(capsys, algorithm):
     with pytest.raises(SystemExit) as stop:
-        run(capsys, "run", "fedavg", "--train.lrr", "3")
+        run(capsys, "run", algorithm, "--train.lrr", "3")
     assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert "--train.lrr" in out + err
 
 
 def test_a_damaged_file_is_one_sentence(capsys, tmp_path):

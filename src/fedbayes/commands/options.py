@@ -145,8 +145,8 @@ def parse(options: type[Any], arguments: Sequence[str], prog: str, description: 
         field = ("algorithm", Annotated[type(algorithm), arg(name="")], dataclasses.field(default=algorithm))
         options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
         options.__doc__ = description
-    # What cannot be written on a command line, such as a model's functions, is no option.
-    hidden = (tyro.conf.SuppressFixed,)
+    # What cannot be written on a command line, such as a model's functions, is no option, and no choice between subcommands.
+    hidden = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
     return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry, config=hidden)
 
 
