@@ -201,8 +201,8 @@ def all_layers(out: Path, seeds: list[int]) -> str:
     for data, epochs in SETTINGS:
         found = [runs(out, seeds, name, data, epochs) for name in ALL_LAYERS]
         for stance in ("global", *(f"{rate:g}" for rate in RATES)):
-            published = PUBLISHED[data, epochs][stance != "global"].split()
-            cells = [text for one, figure in zip(found, published, strict=False) for text in (cell(one, stance), figure)]
+            printed = PUBLISHED[data, epochs][0 if stance == "global" else 1].split()
+            cells = [text for one, figure in zip(found, printed, strict=False) for text in (cell(one, stance), figure)]
             lines.append(f"| {title(data, epochs)}, {kind(stance)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -236,8 +236,8 @@ def paired(out: Path, seeds: list[int]) -> str:
 
 def published(name: str, data: str, epochs: int, stance: str) -> str:
     """NIW's figure or Mixture's in Tables 10 and 11."""
-    figures = PUBLISHED[data, epochs][0 if stance == "global" else 1]
-    return figures.split()[0 if name.startswith("niw") else 1]
+    printed = PUBLISHED[data, epochs][0 if stance == "global" else 1].split()
+    return printed[0 if name.startswith("niw") else 1]
 
 
 def mean_error(numbers: list[float]) -> tuple[float, float]:

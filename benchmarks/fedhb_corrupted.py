@@ -83,9 +83,9 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
 def same_settings(config: dict[str, Any], out: Path) -> None:
     """A folder's runs and clients are of one configuration."""
     known = out / "settings.json"
-    if known.exists() and json.loads(known.read_text()) != config:
+    found = json.loads(known.read_text()) if known.exists() else None
+    if found != config and (found is not None or any(out.glob("*/figures.json"))):
         raise fb.UserError(f"{out} has runs with other settings than these; give another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
     write(known, json.dumps(config, indent=2).encode())
 
 
@@ -110,6 +110,7 @@ def main() -> int:
     options = parser.parse_args()
     config = tomllib.loads(options.config.read_text())
     out, names = options.out or Path("runs") / options.config.stem, list(config.pop("compare"))
+    out.mkdir(parents=True, exist_ok=True)
     same_settings(config, out)
     for seed in options.seeds if not options.table else []:
         for name in options.only.split(",") if options.only else names:
