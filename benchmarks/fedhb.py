@@ -6,6 +6,7 @@
     FEDBAYES_DATA=… python benchmarks/fedhb.py --scales                 accuracy and ECE over σ0, and the literal prior
     FEDBAYES_DATA=… python benchmarks/fedhb.py --rates                  the methods over the step size of personalisation
     FEDBAYES_DATA=… python benchmarks/fedhb.py --paired                 FedHB against its rivals, seed by seed, ten of them
+    FEDBAYES_DATA=… python benchmarks/fedhb.py --own                    each at its own step size, chosen on validation rows
     FEDBAYES_DATA=… python benchmarks/fedhb.py --ensembles              Mixture beside networks of random groups
     FEDBAYES_DATA=… python benchmarks/fedhb.py --centralised            one model on all rows together
     FEDBAYES_DATA=… python benchmarks/fedhb.py --cost                   a client's round over FedBABU's, in one run
@@ -26,6 +27,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +116,20 @@ def figures(evaluation: Any, stance: str) -> dict[str, float]:
     return common.figures(evaluation.summary()[stance]["participating"])
 
 
+def validation(data: str, seed: int) -> fb.Clients:
+    """A fifth of each client's training rows in the place of its test rows."""
+    return clients(data, seed).validation(0.2)
+
+
 def run(
-    label: str, algorithm: Any, data: str, epochs: int, seed: int, out: Path, rates: tuple[float, ...] = RATES
+    label: str,
+    algorithm: Any,
+    data: str,
+    epochs: int,
+    seed: int,
+    out: Path,
+    rates: tuple[float, ...] = RATES,
+    rows: Callable[[str, int], fb.Clients] = clients,
 ) -> dict[str, Any]:
     """Train, then personalise at each step size; what is in its folder is not done again."""
     folder = out / f"{label}-{data}-{epochs}-{seed}"
@@ -130,7 +144,7 @@ def run(
     began = time.perf_counter()
     rounds = 100 // epochs
     fit = fb.simulate(
-        algorithm, clients(data, seed), rounds, cohort=10, seed=seed, stances=("global",), folder=folder, resume=True
+        algorithm, rows(data, seed), rounds, cohort=10, seed=seed, stances=("global",), folder=folder, resume=True
     )
     found = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began, **found}
     for lr in missing:
@@ -207,7 +221,10 @@ def all_layers(out: Path, seeds: list[int]) -> str:
     return "\n".join(lines)
 
 
-FLAT = {"mixture-flat": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau))}
+FLAT = {
+    "mixture-flat": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
+    "mixture-frozen": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, train=training(tau)),
+}
 """Prototypes with a flat prior, the library's default."""
 FROZEN = {"niw": "NIW, head frozen", "mixture": "Mixture, head frozen"}
 FREE = {
@@ -216,6 +233,12 @@ FREE = {
     "mixture-flat": "Mixture, all layers, flat prior",
 }
 RIVALS = {"fedavg": "FedAvg", "fedprox": "FedProx", "fedbabu-plain": "FedBABU as it starts", "fedbabu": "FedBABU, head × 3"}
+
+
+THREE = {name: RIVALS[name] for name in ("fedavg", "fedprox", "fedbabu-plain")}
+"""The rivals as their papers have them."""
+TRIES = FROZEN | FREE | {"mixture-frozen": "Mixture, head frozen, flat prior"} | RIVALS
+EVERY = METHODS | ALL_LAYERS | ENSEMBLES | FLAT
 
 
 def paired(out: Path, seeds: list[int]) -> str:
@@ -268,7 +291,7 @@ def curve(out: Path, seeds: list[int]) -> str:
 def _place(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> str:
     own = values(runs(out, seeds, name, data, epochs), stance)
     leads = {}
-    for rival in ("fedavg", "fedprox", "fedbabu-plain"):
+    for rival in THREE:
         lead = ahead(own, values(runs(out, seeds, rival, data, epochs), stance))
         if lead is None:
             return common.MISSING
@@ -311,6 +334,57 @@ def ensembles(out: Path, seeds: list[int]) -> str:
         found = [runs(out, seeds, name, data, 1) for name in names]
         for stance in ("global", *(f"{rate:g}" for rate in RATES)):
             lines.append(f"| {title(data, 1)}, {kind(stance)} | " + " | ".join(cell(one, stance) for one in found) + " |")
+    return "\n".join(lines)
+
+
+OWN = {
+    "NIW": ("niw", "niw-all"),
+    "Mixture": ("mixture-frozen", "mixture-flat"),
+    **{label: (name,) for name, label in RIVALS.items()},
+}
+"""The tries of a method: FedHB with its head frozen at three times its start, or with all layers trained."""
+
+
+def choices(out: Path) -> tuple[str, dict[tuple[str, str, int], tuple[str, float]]]:
+    """The table of validation, and each method's try and step size with the best mean over seeds 0, 1, 2."""
+    scores: dict[tuple[str, str, int], dict[tuple[str, float], float]] = {}
+    lines = ["| | " + " | ".join(title(*setting) for setting in SETTINGS) + " |", "|---" * (len(SETTINGS) + 1) + "|"]
+    for label, names in OWN.items():
+        for name in names:
+            cells = []
+            for data, epochs in SETTINGS:
+                algorithm = EVERY[name](network(data), epochs, data)
+                found = {seed: run(name, algorithm, data, epochs, seed, out, CURVE, validation) for seed in range(3)}
+                means = {(name, rate): statistics.mean(values(found, f"{rate:g}").values()) for rate in CURVE}
+                scores.setdefault((label, data, epochs), {}).update(means)
+                best = f"{max(means, key=means.__getitem__)[1]:g}"
+                cells.append(f"{cell(found, best)} at {best}")
+            lines.append(f"| {TRIES[name]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines), {place: max(tries, key=tries.__getitem__) for place, tries in scores.items()}
+
+
+def own(out: Path, seeds: list[int], chosen: dict[tuple[str, str, int], tuple[str, float]]) -> str:
+    """What was chosen, trained on all training rows and tested with other seeds; leads over each rival's own choice."""
+    tested: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = {place: {} for place in chosen}
+    for seed in seeds:
+        for (label, data, epochs), (name, rate) in chosen.items():
+            found = run(name, EVERY[name](network(data), epochs, data), data, epochs, seed, out, (rate,))
+            tested[label, data, epochs][seed] = found
+            print(f"{label} {data} τ={epochs} seed {seed}: {found[f'{rate:g}']['accuracy']:.2f}", file=sys.stderr)
+    titles = ["chosen", "global", "published", "personalised", "published", *(f"ahead of {rival}" for rival in RIVALS.values())]
+    lines = ["| | | " + " | ".join(titles) + " |", "|---" * (len(titles) + 2) + "|"]
+    for (label, data, epochs), (name, rate) in chosen.items():
+        if label in RIVALS.values():
+            continue
+        found, stance = tested[label, data, epochs], f"{rate:g}"
+        cells = [f"{'all layers' if name in FREE else 'head frozen'}, {stance}"]
+        for one in ("global", stance):
+            cells += [cell(found, one), published(name, data, epochs, one)]
+        for rival in RIVALS.values():
+            other = values(tested[rival, data, epochs], f"{chosen[rival, data, epochs][1]:g}")
+            lead = ahead(values(found, stance), other)
+            cells.append(common.MISSING if lead is None else signed(*lead))
+        lines.append(f"| {label} | {title(data, epochs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -428,31 +502,38 @@ def main() -> int:
     parser.add_argument("--only", default=None, help="methods, by name, with commas")
     parser.add_argument("--data", nargs="+", default=["mnist", "fashion_mnist"])
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 5], help="τ")
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="0 1 2; 0 to 9 for --paired")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the runs: runs/fedhb, or runs/fedhb-paired")
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="0 1 2; 0 to 9 for --paired, 10 to 29 for --own")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the runs: runs/fedhb, or one of its own")
     parser.add_argument("--table", action="store_true", help="run nothing, only write what there is")
     parser.add_argument("--scales", action="store_true", help="the table and the picture over σ0")
     parser.add_argument("--paired", action="store_true", help="FedHB against its rivals, seed by seed")
+    parser.add_argument("--own", action="store_true", help="each method at its own step size, chosen on validation rows")
     parser.add_argument("--rates", action="store_true", help="all layers trained, over the step size of personalisation")
     parser.add_argument("--ensembles", action="store_true", help="Mixture beside networks of random groups of clients")
     parser.add_argument("--cost", action="store_true", help="the table of cost and upload")
     parser.add_argument("--centralised", action="store_true", help="one model on all rows together")
     options = parser.parse_args()
-    options.seeds = options.seeds or list(range(10 if options.paired else 3))
-    options.out = options.out or Path("runs") / ("fedhb-paired" if options.paired else "fedhb")
+    options.seeds = options.seeds or list(range(10, 30) if options.own else range(10 if options.paired else 3))
+    folder = next((f"fedhb-{name}" for name in ("paired", "own") if getattr(options, name)), "fedhb")
+    options.out = options.out or Path("runs") / folder
+    if options.own:
+        table, chosen = choices(options.out / "choice")
+        common.put(PAGE, "choices", table)
+        common.put(PAGE, "own", own(options.out, options.seeds, chosen))
+        return 0
     if options.scales:
         for data in options.data:
             common.put(PAGE, f"scales-{data}", scales(data, options.seeds, options.out))
         return 0
-    chosen, rates = [*METHODS, *ALL_LAYERS], RATES
+    names, rates = [*METHODS, *ALL_LAYERS], RATES
     if options.ensembles:
-        chosen, options.epochs = ["mixture-all", *ENSEMBLES, "fedavg"], [1]
+        names, options.epochs = ["mixture-all", *ENSEMBLES, "fedavg"], [1]
     elif options.paired:
-        chosen, rates = [*FROZEN, *FREE, *RIVALS], BETWEEN
+        names, rates = [*FROZEN, *FREE, *RIVALS], BETWEEN
     elif options.rates:
-        chosen, rates = [*FREE, *RIVALS], CURVE
+        names, rates = [*FREE, *RIVALS], CURVE
     if options.only:
-        chosen = options.only.split(",")
+        names = options.only.split(",")
     if options.cost:
         common.put(PAGE, "cost", cost())
         return 0
@@ -462,8 +543,8 @@ def main() -> int:
     for seed in options.seeds if not options.table else []:
         for data in options.data:
             for epochs in options.epochs:
-                for name in chosen:
-                    algorithm = (METHODS | ALL_LAYERS | ENSEMBLES | FLAT)[name](network(data), epochs, data)
+                for name in names:
+                    algorithm = EVERY[name](network(data), epochs, data)
                     found = run(name, algorithm, data, epochs, seed, options.out, rates)
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)

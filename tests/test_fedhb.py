@@ -425,6 +425,10 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
         (lambda model: FedHBMixture(model, K=0), "K is 0, but it must be above 0"),
         (lambda model: FedHBMixture(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
         (lambda model: FedHBNIW(model, head_scale=float("nan")).planned(3), "head_scale is nan, but it is a number"),
+        (
+            lambda model: FedHBMixture(model, head=(), head_scale=3.0, N=3).init_server(jax.random.key(0)),
+            "head_scale is 3, but no layer is frozen",
+        ),
         (lambda model: FedHBMixture(model, start="far"), "start is 'far', but a client starts at the centre"),
         (lambda model: FedHBNIW(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
     ],

@@ -52,6 +52,18 @@ def split(tree: Params, prefixes: Sequence[str], *, whole: bool = False) -> tupl
     return jax.tree.unflatten(treedef, chosen), jax.tree.unflatten(treedef, others)
 
 
+def frozen(tree: Params, prefixes: Sequence[str], scale: float) -> tuple[Params, Params]:
+    """The part that stays at its start, here multiplied by a scale, and the part that is trained.
+
+    >>> frozen({"body": 1.0, "head": 2.0}, ["head"], 3.0)
+    ({'body': None, 'head': 6.0}, {'body': 1.0, 'head': None})
+    """
+    if not prefixes and scale != 1:
+        raise UserError(f"head_scale is {scale:g}, but no layer is frozen; leave it out, or give the frozen layers as head")
+    fixed, trained = split(tree, prefixes)
+    return jax.tree.map(lambda leaf: scale * leaf, fixed), trained
+
+
 def _under(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix.rstrip("/") + "/")
 

@@ -84,8 +84,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and head at random."""
-        head, body = trees.split(self.model.init(key), self.head)
-        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        head, body = trees.frozen(self.model.init(key), self.head, self.head_scale)
         return Server(body, head, jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:

@@ -133,8 +133,7 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """One network plus noise for the prototypes, another one for the gate."""
         for_gate, for_noise = jax.random.split(jax.random.fold_in(key, 1))
-        head, body = trees.split(self.model.init(key), self.head)
-        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        head, body = trees.frozen(self.model.init(key), self.head, self.head_scale)
         r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
         r = self._noisy(for_noise, r) if self.K > 1 else r
         gate_head, beta = self._init_gate(for_gate)

@@ -157,8 +157,7 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """m0 and the head at random; V0 such that a client sees Σ0 alone."""
-        head, m0 = trees.split(self.model.init(key), self.head)
-        head = jax.tree.map(lambda leaf: self.head_scale * leaf, head)
+        head, m0 = trees.frozen(self.model.init(key), self.head, self.head_scale)
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(self._sigma0_squared()), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
