@@ -233,8 +233,6 @@ FREE = {
     "mixture-flat": "Mixture, all layers, flat prior",
 }
 RIVALS = {"fedavg": "FedAvg", "fedprox": "FedProx", "fedbabu-plain": "FedBABU as it starts", "fedbabu": "FedBABU, head × 3"}
-
-
 THREE = {name: RIVALS[name] for name in ("fedavg", "fedprox", "fedbabu-plain")}
 """The rivals as their papers have them."""
 TRIES = FROZEN | FREE | {"mixture-frozen": "Mixture, head frozen, flat prior"} | RIVALS

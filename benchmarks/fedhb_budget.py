@@ -70,7 +70,7 @@ def choose(name: str, data: str, out: Path, epochs: int = 1) -> tuple[float, flo
             continue
         algorithm = trained_at(fedhb.METHODS[name](network(data), epochs, data), factor)
         try:
-            fit = fitted(algorithm, clients(data, 0).validation(0.2), epochs, 0)
+            fit = fitted(algorithm, fedhb.validation(data, 0), epochs, 0)
             tries[f"{factor:g}"] = scored(fit, PERSONAL)
         except fb.UserError as problem:
             print(f"{name} at {factor:g}: {problem}", file=sys.stderr)
