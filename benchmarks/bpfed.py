@@ -37,11 +37,11 @@ from sklearn.metrics import roc_auc_score
 
 import fedbayes as fb
 from fedbayes.algorithm import Data
-from fedbayes.evaluate import Score, metrics, pooled, score
+from fedbayes.evaluation.score import Score, metrics, pooled, score
 from fedbayes.models import Categorical, Model, cnn, mlp
+from fedbayes.primitives.training import descend, mean_loss
 from fedbayes.report.calibration import reliability
-from fedbayes.runs import write
-from fedbayes.training import descend, mean_loss
+from fedbayes.results.folder import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "bpfed.md"
@@ -153,15 +153,15 @@ def network(data: str) -> Model:
     return mlp((28, 28), Categorical(10), (100,), shift=127.5, scale=127.5)
 
 
-def found_in(evaluation: Any, stance: str = "personal") -> dict[str, float]:
-    group = evaluation.summary()[stance]["participating"]
+def found_in(evaluation: Any, mode: str = "personal") -> dict[str, float]:
+    group = evaluation.summary()[mode]["participating"]
     return {name: group[name]["rows"] for name in ("accuracy", "log_score", "brier", "ece", "mce", "mutual_information")}
 
 
-def curve_of(fit: Any, stance: str) -> list[tuple[int, float]]:
+def curve_of(fit: Any, mode: str) -> list[tuple[int, float]]:
     """Accuracy in the rounds that were scored."""
     scored = [entry for entry in fit.history if "evaluation" in entry]
-    return [(entry["round"], entry["evaluation"][stance]["participating"]["accuracy"]["rows"]) for entry in scored]
+    return [(entry["round"], entry["evaluation"][mode]["participating"]["accuracy"]["rows"]) for entry in scored]
 
 
 OTHERS = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
@@ -198,7 +198,7 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
         clients(data, size, seed),
         rounds,
         seed=seed,
-        stances=("personal",),
+        modes=("personal",),
         evaluate_every=every,
         folder=folder,
         resume=True,
@@ -351,7 +351,7 @@ def newcomer(name: str, data: str, size: str, seed: int) -> dict[int, dict[str, 
     places = np.random.default_rng(seed).permutation(len(y))
     found = {}
     method = METHODS["fedper" if name == "alone" else name](network(data), size)
-    fit = fb.simulate(method, whole, 1 if name == "alone" else ROUNDS[size][0] // 2, seed=seed, stances=("personal",))
+    fit = fb.simulate(method, whole, 1 if name == "alone" else ROUNDS[size][0] // 2, seed=seed, modes=("personal",))
     for count in COUNTS:
         steps = fb.Training(100, "adam", 50, lr=0.001)
         rows = Data(jnp.asarray(x[places[:count]]), jnp.asarray(y[places[:count]]), jnp.ones(count, bool))
@@ -383,7 +383,7 @@ def together(data: str, seeds: list[int]) -> str:
             is_test = np.arange(len(y)) >= sum(len(labels) for _, labels in parts[:5])
             one = fb.data.Clients.build(x, y % 5, np.zeros(len(y), int), names=["all"], is_test=is_test, name=f"group{group}")
             method = fb.FedAvg(mlp((28, 28), Categorical(5), (100,), shift=127.5, scale=127.5), train=adam("large", epochs=2))
-            fit = fb.simulate(method, one, 15, seed=seed, stances=("global",), evaluate_every=1)
+            fit = fb.simulate(method, one, 15, seed=seed, modes=("global",), evaluate_every=1)
             best[place, group] = 100 * max(accuracy for _, accuracy in curve_of(fit, "global"))
     cells = [spread(values.tolist()) for values in (best[:, 0], best[:, 1], best.mean(axis=1))]
     lines.append(f"| {TITLES[data]}, large, best of 15 rounds of two epochs | " + " | ".join(cells) + " |")

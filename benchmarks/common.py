@@ -14,7 +14,7 @@ import fedbayes as fb
 from fedbayes.algorithms import find
 from fedbayes.models import Model, cnn, mlp, mobilenet
 from fedbayes.models.likelihoods import Categorical
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 
 def command(run: Callable[[], int]) -> None:
@@ -123,7 +123,7 @@ def algorithm(name: str, options: dict[str, Any], model: Model) -> Any:
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """The figures of one stance and group that tables show: percent, over clients and over rows."""
+    """The figures of one mode and group that tables show: percent, over clients and over rows."""
     return {
         "accuracy": 100 * found["accuracy"]["clients"],
         "accuracy_rows": 100 * found["accuracy"]["rows"],

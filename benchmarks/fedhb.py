@@ -37,7 +37,7 @@ from common import spread
 from fedhb_mnist import clients, network
 
 import fedbayes as fb
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedhb.md"
@@ -112,8 +112,8 @@ ENSEMBLES = {
 LABELS = ["NIW", "Mixture", "FedBABU", "FedAvg", "FedProx", "pFedBayes", "FedPA", "FedBE", "FedEM", "FedPop"]
 
 
-def figures(evaluation: Any, stance: str) -> dict[str, float]:
-    return common.figures(evaluation.summary()[stance]["participating"])
+def figures(evaluation: Any, mode: str) -> dict[str, float]:
+    return common.figures(evaluation.summary()[mode]["participating"])
 
 
 def validation(data: str, seed: int) -> fb.Clients:
@@ -143,9 +143,7 @@ def run(
         return found
     began = time.perf_counter()
     rounds = 100 // epochs
-    fit = fb.simulate(
-        algorithm, rows(data, seed), rounds, cohort=10, seed=seed, stances=("global",), folder=folder, resume=True
-    )
+    fit = fb.simulate(algorithm, rows(data, seed), rounds, cohort=10, seed=seed, modes=("global",), folder=folder, resume=True)
     found = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began, **found}
     for lr in missing:
         if hasattr(algorithm, "tune"):
@@ -162,16 +160,16 @@ def runs(out: Path, seeds: list[int], name: str, data: str, epochs: int) -> dict
     return {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
 
 
-def values(found: dict[int, dict[str, Any]], stance: str, figure: str = "accuracy") -> dict[int, float]:
-    return {seed: one[stance][figure] for seed, one in found.items() if stance in one}
+def values(found: dict[int, dict[str, Any]], mode: str, figure: str = "accuracy") -> dict[int, float]:
+    return {seed: one[mode][figure] for seed, one in found.items() if mode in one}
 
 
-def cell(found: dict[int, dict[str, Any]], stance: str, figure: str = "accuracy", digits: int = 2) -> str:
-    return spread(list(values(found, stance, figure).values()), digits)
+def cell(found: dict[int, dict[str, Any]], mode: str, figure: str = "accuracy", digits: int = 2) -> str:
+    return spread(list(values(found, mode, figure).values()), digits)
 
 
-def kind(stance: str) -> str:
-    return stance if stance == "global" else f"personalised at {stance}"
+def kind(mode: str) -> str:
+    return mode if mode == "global" else f"personalised at {mode}"
 
 
 def tables(out: Path, seeds: list[int]) -> str:
@@ -182,12 +180,12 @@ def tables(out: Path, seeds: list[int]) -> str:
     for data, epochs in SETTINGS:
         found = [runs(out, seeds, name, data, epochs) for name in METHODS]
         setting = title(data, epochs)
-        for place, stance in enumerate(("global", f"{RATES[0]:g}")):
+        for place, mode in enumerate(("global", f"{RATES[0]:g}")):
             row = f"{setting}, {('global', 'personalised')[place]}"
-            lines.append(f"| {row} | " + " | ".join(cell(one, stance) for one in found) + " |")
+            lines.append(f"| {row} | " + " | ".join(cell(one, mode) for one in found) + " |")
             lines.append("| published | " + " | ".join(PUBLISHED[data, epochs][place].split()) + " |")
             for figure, digits in (("ece", 2), ("log_score", 3)):
-                cells = [cell(one, stance, figure, digits) for one in found]
+                cells = [cell(one, mode, figure, digits) for one in found]
                 calibration.append(f"| {row} | {figure} | " + " | ".join(cells) + " |")
         for rate in RATES:
             rates.append(f"| {setting}, step size {rate:g} | " + " | ".join(cell(one, f"{rate:g}") for one in found) + " |")
@@ -214,10 +212,10 @@ def all_layers(out: Path, seeds: list[int]) -> str:
     lines.append("|---" * 7 + "|")
     for data, epochs in SETTINGS:
         found = [runs(out, seeds, name, data, epochs) for name in ALL_LAYERS]
-        for stance in ("global", *(f"{rate:g}" for rate in RATES)):
-            printed = PUBLISHED[data, epochs][0 if stance == "global" else 1].split()
-            cells = [text for one, figure in zip(found, printed, strict=False) for text in (cell(one, stance), figure)]
-            lines.append(f"| {title(data, epochs)}, {kind(stance)} | " + " | ".join(cells) + " |")
+        for mode in ("global", *(f"{rate:g}" for rate in RATES)):
+            printed = PUBLISHED[data, epochs][0 if mode == "global" else 1].split()
+            cells = [text for one, figure in zip(found, printed, strict=False) for text in (cell(one, mode), figure)]
+            lines.append(f"| {title(data, epochs)}, {kind(mode)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -243,21 +241,21 @@ def paired(out: Path, seeds: list[int]) -> str:
     """NIW's and Mixture's accuracy, and how far ahead they are of a rival with the same seed, with the standard error."""
     titles = ["seeds", "accuracy", "published", *(f"ahead of {label}" for label in RIVALS.values())]
     lines = ["| | | " + " | ".join(titles) + " |", "|---" * (len(titles) + 2) + "|"]
-    for stance in ("global", *(f"{rate:g}" for rate in BETWEEN)):
+    for mode in ("global", *(f"{rate:g}" for rate in BETWEEN)):
         for name, label in (FROZEN | FREE).items():
             for data, epochs in SETTINGS:
-                own = values(runs(out, seeds, name, data, epochs), stance)
-                others = [values(runs(out, seeds, rival, data, epochs), stance) for rival in RIVALS]
-                cells = [str(len(own)), spread(list(own.values())), published(name, data, epochs, stance)]
+                own = values(runs(out, seeds, name, data, epochs), mode)
+                others = [values(runs(out, seeds, rival, data, epochs), mode) for rival in RIVALS]
+                cells = [str(len(own)), spread(list(own.values())), published(name, data, epochs, mode)]
                 cells = cells if own else [common.MISSING] * 3
                 cells += [common.MISSING if lead is None else signed(*lead) for lead in (ahead(own, one) for one in others)]
-                lines.append(f"| {label}, {kind(stance)} | {title(data, epochs)} | " + " | ".join(cells) + " |")
+                lines.append(f"| {label}, {kind(mode)} | {title(data, epochs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def published(name: str, data: str, epochs: int, stance: str) -> str:
+def published(name: str, data: str, epochs: int, mode: str) -> str:
     """NIW's figure or Mixture's in Tables 10 and 11."""
-    printed = PUBLISHED[data, epochs][0 if stance == "global" else 1].split()
+    printed = PUBLISHED[data, epochs][0 if mode == "global" else 1].split()
     return printed[0 if name.startswith("niw") else 1]
 
 
@@ -280,23 +278,23 @@ def curve(out: Path, seeds: list[int]) -> str:
     """All layers trained: accuracy, less the published one, and the nearest of three rivals, over the step size."""
     lines = ["| | | " + " | ".join(title(*setting) for setting in SETTINGS) + " |", "|---" * (len(SETTINGS) + 2) + "|"]
     for name, label in FREE.items():
-        for stance in (f"{rate:g}" for rate in CURVE):
-            cells = [_place(out, seeds, name, data, epochs, stance) for data, epochs in SETTINGS]
-            lines.append(f"| {label} | at {stance} | " + " | ".join(cells) + " |")
+        for mode in (f"{rate:g}" for rate in CURVE):
+            cells = [_place(out, seeds, name, data, epochs, mode) for data, epochs in SETTINGS]
+            lines.append(f"| {label} | at {mode} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _place(out: Path, seeds: list[int], name: str, data: str, epochs: int, stance: str) -> str:
-    own = values(runs(out, seeds, name, data, epochs), stance)
+def _place(out: Path, seeds: list[int], name: str, data: str, epochs: int, mode: str) -> str:
+    own = values(runs(out, seeds, name, data, epochs), mode)
     leads = {}
     for rival in THREE:
-        lead = ahead(own, values(runs(out, seeds, rival, data, epochs), stance))
+        lead = ahead(own, values(runs(out, seeds, rival, data, epochs), mode))
         if lead is None:
             return common.MISSING
         leads[RIVALS[rival]] = lead
     nearest = min(leads, key=lambda rival: leads[rival][0])
     mean = statistics.mean(own.values())
-    behind = mean - float(published(name, data, epochs, stance))
+    behind = mean - float(published(name, data, epochs, mode))
     return f"{mean:.2f} ({behind:+.2f}); {signed(*leads[nearest])} {nearest}"
 
 
@@ -330,8 +328,8 @@ def ensembles(out: Path, seeds: list[int]) -> str:
     names = ("mixture-all", *ENSEMBLES, "fedavg")
     for data in ("mnist", "fashion_mnist"):
         found = [runs(out, seeds, name, data, 1) for name in names]
-        for stance in ("global", *(f"{rate:g}" for rate in RATES)):
-            lines.append(f"| {title(data, 1)}, {kind(stance)} | " + " | ".join(cell(one, stance) for one in found) + " |")
+        for mode in ("global", *(f"{rate:g}" for rate in RATES)):
+            lines.append(f"| {title(data, 1)}, {kind(mode)} | " + " | ".join(cell(one, mode) for one in found) + " |")
     return "\n".join(lines)
 
 
@@ -374,13 +372,13 @@ def own(out: Path, seeds: list[int], chosen: dict[tuple[str, str, int], tuple[st
     for (label, data, epochs), (name, rate) in chosen.items():
         if label in RIVALS.values():
             continue
-        found, stance = tested[label, data, epochs], f"{rate:g}"
-        cells = [f"{'all layers' if name in FREE else 'head frozen'}, {stance}"]
-        for one in ("global", stance):
+        found, mode = tested[label, data, epochs], f"{rate:g}"
+        cells = [f"{'all layers' if name in FREE else 'head frozen'}, {mode}"]
+        for one in ("global", mode):
             cells += [cell(found, one), published(name, data, epochs, one)]
         for rival in RIVALS.values():
             other = values(tested[rival, data, epochs], f"{chosen[rival, data, epochs][1]:g}")
-            lead = ahead(values(found, stance), other)
+            lead = ahead(values(found, mode), other)
             cells.append(common.MISSING if lead is None else signed(*lead))
         lines.append(f"| {label} | {title(data, epochs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -412,8 +410,8 @@ def scales(data: str, seeds: list[int], out: Path) -> str:
     lines = ["| σ0 | global | ECE | log score | personalised | ECE | log score |", "|---|---|---|---|---|---|---|"]
     for name, found in rows.items():
         cells = [
-            spread([one[stance][what] for one in found], 3 if what == "log_score" else 2)
-            for stance in ("global", "0.001")
+            spread([one[mode][what] for one in found], 3 if what == "log_score" else 2)
+            for mode in ("global", "0.001")
             for what in ("accuracy", "ece", "log_score")
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -427,13 +425,13 @@ def picture(rows: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     over = {float(name): found for name, found in rows.items() if name not in ("literal", "FedAvg")}
     for axes, what in zip(figure.subplots(1, 2), ("accuracy", "ece"), strict=True):
-        for stance, label in (("global", "global"), ("0.001", "personalised")):
-            y = [statistics.mean(one[stance][what] for one in found) for found in over.values()]
+        for mode, label in (("global", "global"), ("0.001", "personalised")):
+            y = [statistics.mean(one[mode][what] for one in found) for found in over.values()]
             (line,) = axes.plot(list(over), y, marker="o", label=label)
             # The deviation that a client's prior has under the literal form, with d = 203,530, |D| = 60,000 and N = 100
-            literal = statistics.mean(one[stance][what] for one in rows["literal"])
+            literal = statistics.mean(one[mode][what] for one in rows["literal"])
             axes.plot([0.0017], [literal], marker="x", markersize=9, color=line.get_color(), linestyle="")
-            average = statistics.mean(one[stance][what] for one in rows["FedAvg"])
+            average = statistics.mean(one[mode][what] for one in rows["FedAvg"])
             axes.axhline(average, color=line.get_color(), linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.set_xlabel("σ0; crosses: the literal prior; dotted: FedAvg")
@@ -468,7 +466,7 @@ def cost(rounds: int = 30) -> str:
     for name, values in seconds.items():
         ratio = np.array(values) / np.array(seconds["FedBABU"])
         low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
-        leaves = fb.wire.manifest(simulations[name].algorithm, data)
+        leaves = fb.wire.manifest(simulations[name].algorithm, data.example)
         size = sum(int(np.prod(leaf.shape)) for leaf in leaves if leaf.message == "up")
         lines.append(f"| {name} | {middle:.2f} | {low:.2f}–{high:.2f} | {size / d:.2f} |")
     return "\n".join(lines)
@@ -483,14 +481,14 @@ def centralised(seeds: list[int], out: Path) -> str:
             done = out / f"centralised-{data}-{seed}" / "figures.json"
             if not done.exists():
                 algorithm = fb.FedAvg(network(data), train=training(1), tune=tuning(RATES[0]))
-                fit = fb.simulate(algorithm, clients(data, seed).pooled(), 10, seed=seed, stances=("global",))
+                fit = fb.simulate(algorithm, clients(data, seed).pooled(), 10, seed=seed, modes=("global",))
                 everyone = fb.Simulation(fit.simulation.algorithm, clients(data, seed), seed=seed)
                 everyone.state = fit.simulation.state
                 scores = fb.assess(everyone, ("global", "adapted"))
                 done.parent.mkdir(parents=True, exist_ok=True)
-                write(done, json.dumps({stance: figures(scores, stance) for stance in ("global", "adapted")}).encode())
+                write(done, json.dumps({mode: figures(scores, mode) for mode in ("global", "adapted")}).encode())
             found.append(json.loads(done.read_text()))
-        cells = [spread([one[stance][key] for one in found]) for stance in ("global", "adapted") for key in ("accuracy", "ece")]
+        cells = [spread([one[mode][key] for one in found]) for mode in ("global", "adapted") for key in ("accuracy", "ece")]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

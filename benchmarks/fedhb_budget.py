@@ -27,7 +27,7 @@ import fedhb
 from fedhb_mnist import clients, network
 
 import fedbayes as fb
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 FACTORS = (1 / 3, 1.0, 3.0)
 PERSONAL = (1.0, 3.0, 10.0, 30.0)
@@ -58,7 +58,7 @@ def scored(fit: Any, factors: tuple[float, ...]) -> dict[str, Any]:
 
 
 def fitted(algorithm: Any, data: Any, epochs: int, seed: int) -> Any:
-    return fb.simulate(algorithm, data, 100 // epochs, cohort=10, seed=seed, stances=("global",))
+    return fb.simulate(algorithm, data, 100 // epochs, cohort=10, seed=seed, modes=("global",))
 
 
 def choose(name: str, data: str, out: Path, epochs: int = 1) -> tuple[float, float]:
@@ -103,8 +103,8 @@ def tried(name: str, data: str, epochs: int, seeds: list[int], train: float, tun
         algorithm = trained_at(fedhb.METHODS[name](network(data), epochs, data), train)
         found.append(scored(fitted(algorithm, clients(data, seed), epochs, seed), (tune,)))
     figures = [
-        f"{common.spread([one[stance]['accuracy'] for one in found])} {title}"
-        for stance, title in (("global", "global"), (f"{tune:g}", "personalised"))
+        f"{common.spread([one[mode]['accuracy'] for one in found])} {title}"
+        for mode, title in (("global", "global"), (f"{tune:g}", "personalised"))
     ]
     return f"{name} {data} τ={epochs} at {train:.2g}, {tune:g}: {', '.join(figures)}"
 
@@ -114,9 +114,9 @@ def table(out: Path) -> str:
     for data, epochs in fedhb.SETTINGS:
         title = fedhb.title(data, epochs)
         runs = {name: common.found(out, f"test-{name}-{data}-{epochs}-*.json") for name in fedhb.METHODS}
-        for stance, kind in (("global", "global"), ("adapted", "personalised")):
+        for mode, kind in (("global", "global"), ("adapted", "personalised")):
             for figure, digits in (("accuracy", 2), ("ece", 2), ("log_score", 3)):
-                cells = [common.spread([one[stance][figure] for one in found], digits) for found in runs.values()]
+                cells = [common.spread([one[mode][figure] for one in found], digits) for found in runs.values()]
                 lines.append(f"| {title}, {kind} | {figure.replace('_', ' ')} | " + " | ".join(cells) + " |")
         chosen = [f"{found[0]['train']:.2g}, {found[0]['tune']:g}" if found else common.MISSING for found in runs.values()]
         lines.append(f"| {title} | chosen factors | " + " | ".join(chosen) + " |")

@@ -26,7 +26,7 @@ import common
 import fedhb
 
 import fedbayes as fb
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 CONFIG = Path(__file__).with_suffix(".toml")
 LABELS = {"fedhb-niw": "NIW", "fedhb-mixture": "Mixture", "fedbabu": "FedBABU", "fedavg": "FedAvg", "fedprox": "FedProx"}
@@ -68,14 +68,14 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
         config["rounds"],
         cohort=config["cohort"],
         seed=seed,
-        stances=("global", "adapted"),
+        modes=("global", "adapted"),
         folder=done.parent,
         resume=True,
     )
     found: dict[str, Any] = {"seconds": time.perf_counter() - began}
-    for stance, groups in fit.evaluation.summary().items():
+    for mode, groups in fit.evaluation.summary().items():
         for group, figures in groups.items():
-            found[f"{stance}, {group}"] = common.figures(figures)
+            found[f"{mode}, {group}"] = common.figures(figures)
     write(done, json.dumps(found, indent=2).encode())
     return found
 

@@ -29,7 +29,7 @@ from common import spread
 
 import fedbayes as fb
 from fedbayes.models import Categorical, Model, from_functions, mlp
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 PIXELS = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}
 """Mean and deviation of a pixel in 0..1."""
@@ -238,9 +238,9 @@ def clients(data: str, seed: int) -> Any:
     return fb.data.load(data, partition="shards:5", clients=100, seed=seed)
 
 
-def accuracy(evaluation: Any, stance: str) -> dict[str, float]:
+def accuracy(evaluation: Any, mode: str) -> dict[str, float]:
     """In percent: over all test rows, and the mean, deviation and worst tenth over clients."""
-    figures = evaluation.summary()[stance]["participating"]["accuracy"]
+    figures = evaluation.summary()[mode]["participating"]["accuracy"]
     return {name: 100 * value for name, value in figures.items()}
 
 
@@ -264,7 +264,7 @@ def run(name: str, seed: int, out: Path) -> dict[str, Any]:
         variant.rounds,
         cohort=10,
         seed=seed,
-        stances=("global",),
+        modes=("global",),
         folder=folder,
         resume=True,
         callbacks=(score,),
@@ -297,7 +297,7 @@ def table(names: list[str], out: Path) -> str:
     for name, each in runs.items():
         variant = VARIANTS[name]
         published = PUBLISHED[variant.data, variant.epochs][variant.beside or variant.method]
-        cells = [spread([one[stance][how] for one in each if stance in one]) for stance, how in columns.values()]
+        cells = [spread([one[mode][how] for one in each if mode in one]) for mode, how in columns.values()]
         lines.append([variant.label, str(len(each)), " / ".join(f"{value:.2f}" for value in published), *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -319,7 +319,7 @@ def main() -> int:
         for name in [name for names in groups.values() for name in names]:
             for seed in options.seeds:
                 figures = run(name, seed, options.out)
-                text = " ".join(f"{stance} {figures[stance]['clients']:.2f}" for stance in figures)
+                text = " ".join(f"{mode} {figures[mode]['clients']:.2f}" for mode in figures)
                 print(f"{name} seed {seed}: {text}", file=sys.stderr, flush=True)
     for group, names in groups.items():
         print(f"\n## {group}\n\n{table(names, options.out)}")

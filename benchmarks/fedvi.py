@@ -9,7 +9,7 @@
     python benchmarks/fedvi.py benchmarks/fedvi_femnist.toml                        the paper's own size, for a GPU
 
 A TOML file has the data, the network, the rounds and each method's settings. Figures are the mean over the evaluations of the
-last hundred rounds, one in `every`. A method's personalised figure is that of its adapted stance; FedAvg's is FedAvg+. FedVI
+last hundred rounds, one in `every`. A method's personalised figure is that of its adapted mode; FedAvg's is FedAvg+. FedVI
 with β = 0 is its global classifier alone, which no client's rows have reached. Each run has a folder under --out: what is
 there is not run again.
 """
@@ -32,8 +32,8 @@ import common
 import numpy as np
 
 import fedbayes as fb
-from fedbayes.certificate import certify
-from fedbayes.runs import write
+from fedbayes.evaluation.pac_bayes import certify
+from fedbayes.results.folder import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedvi.md"
@@ -75,12 +75,12 @@ def run(label: str, name: str, options: dict[str, Any], config: dict[str, Any], 
             found.append(fb.assess(simulation, ("global", "adapted")).summary())
 
     algorithm = common.algorithm(name, options, common.network(config["network"], data))
-    fb.simulate(algorithm, data, rounds, cohort=config["cohort"], seed=seed, stances=("global",), callbacks=(score,))
+    fb.simulate(algorithm, data, rounds, cohort=config["cohort"], seed=seed, modes=("global",), callbacks=(score,))
     result: dict[str, Any] = {"seconds": time.perf_counter() - began}
-    for stance, groups in found[0].items():
+    for mode, groups in found[0].items():
         for group in groups:
-            each = [common.figures(one[stance][group]) for one in found]
-            result[f"{stance}, {group}"] = {key: statistics.mean(one[key] for one in each) for key in each[0]}
+            each = [common.figures(one[mode][group]) for one in found]
+            result[f"{mode}, {group}"] = {key: statistics.mean(one[key] for one in each) for key in each[0]}
     folder.mkdir(parents=True, exist_ok=True)
     write(done, json.dumps(result, indent=2).encode())
     return result
@@ -102,9 +102,9 @@ def table(config: dict[str, Any], out: Path) -> str:
         for figure, digits in (("accuracy_rows", 2), ("log_score", 3), ("ece", 2), ("worst_tenth", 2)):
             cells = []
             for label in LABELS:
-                stance = "global" if label in ("fedavg", "fedvi-") else "adapted"
+                mode = "global" if label in ("fedavg", "fedvi-") else "adapted"
                 runs = found_of(label.rstrip("+-"), out)
-                cells.append(common.spread([one[f"{stance}, {group}"][figure] for one in runs], digits))
+                cells.append(common.spread([one[f"{mode}, {group}"][figure] for one in runs], digits))
             lines.append(f"| {group} | {figure.replace('_rows', '').replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -161,7 +161,7 @@ def certificates(config: dict[str, Any], seed: int, stem: str) -> str:
     data = clients(json.dumps(config["data"]), seed)
     options = {**config["methods"]["fedvi"], **config["certify"], "bias": False}
     algorithm = common.algorithm("fedvi", options, common.network(config["network"], data))
-    fit = fb.simulate(algorithm, data, config["rounds"], cohort=config["cohort"], seed=seed, stances=("global", "adapted"))
+    fit = fb.simulate(algorithm, data, config["rounds"], cohort=config["cohort"], seed=seed, modes=("global", "adapted"))
     bounds, errors, adapted = [], [], fb.assess(drawn_alone(fit.simulation), ("adapted",)).scores["adapted"]
     for place in np.flatnonzero(data.unseen):
         bounds.append(certify(fit.simulation, str(data.names[place])).bound)

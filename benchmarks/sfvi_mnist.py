@@ -28,7 +28,9 @@ import numpy as np
 import numpyro.primitives
 
 import fedbayes as fb
-from fedbayes import silos, variational
+from fedbayes.engine import silos
+from fedbayes.engine.silo_data import plan
+from fedbayes.primitives import variational
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DRAWS = 50
@@ -166,7 +168,7 @@ def fit_alone(cell: Cell, algorithm: Any, data: dict[str, Any], seed: int) -> li
 
 
 def fit_together(cell: Cell, algorithm: Any, data: dict[str, Any], seed: int) -> list[tuple[Any, Any]]:
-    simulation = silos.SiloSimulation(silos.plan(algorithm, data, cell.rounds), data, seed=seed)
+    simulation = silos.SiloSimulation(plan(algorithm, data, cell.rounds), data, seed=seed)
     if cell.jitter:
         scatter(simulation, cell.jitter, seed)
     for _ in simulation.advance(cell.rounds):

@@ -17,7 +17,8 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 
 import fedbayes as fb
-from fedbayes import silos as engine
+from fedbayes.engine import silos as engine
+from fedbayes.engine.silo_data import plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import six_cities as model
@@ -50,7 +51,7 @@ def main():
     svi = SVI(pooled, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
     state = svi.init(jax.random.key(0), whole)
     theirs = jax.jit(lambda state: jax.lax.scan(lambda state, _: svi.update(state, whole), state, length=STEPS))
-    algorithm = engine.plan(fb.SFVI(model.population, model.silo, decay=1.0), data, STEPS)
+    algorithm = plan(fb.SFVI(model.population, model.silo, decay=1.0), data, STEPS)
     simulation = engine.SiloSimulation(algorithm, data)
     simulation._pace = STEPS
     ours = lambda: list(simulation.advance(STEPS))  # noqa: E731

@@ -19,7 +19,7 @@ from numpyro.infer import MCMC, NUTS
 
 import fedbayes as fb
 from fedbayes.models.structured import numbers
-from fedbayes.report.posterior import marginals
+from fedbayes.results.pictures import marginals
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -18,7 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 
 import fedbayes
-from fedbayes.evaluate import score, summary
+from fedbayes.evaluation.score import score, summary
 from fedbayes.models import Categorical
 
 FAMILY = fedbayes.Family.mean_field(start=0.05)

@@ -60,7 +60,7 @@ def main(rounds: int = 20) -> dict[str, float]:
     }
     accuracies = {}
     for name, algorithm in algorithms.items():
-        fit = fb.simulate(algorithm, clients, rounds=rounds, cohort=10, stances=("personal",))
+        fit = fb.simulate(algorithm, clients, rounds=rounds, cohort=10, modes=("personal",))
         accuracies[name] = fit.result["metrics"]["personal"]["participating"]["accuracy"]["rows"]
         print(f"{name}: accuracy {accuracies[name]:.3f}")
     return accuracies

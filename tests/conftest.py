@@ -23,8 +23,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Shapes are checked where the numbers are made; elsewhere the checks would only take time.
-CHECKED = ["algorithms", "training", "reduce", "gaussian", "variational", "evaluate", "silos"]
-CHECKED += [f"models.{name}" for name in ("networks", "convolution", "likelihoods", "structured")]
+CHECKED = ["algorithms", "primitives", "engine.reduce", "engine.silos", "evaluation.score"]
+CHECKED += [f"models.{name}" for name in ("networks", "convolution", "likelihoods", "predictive", "structured")]
 with install_import_hook([f"fedbayes.{name}" for name in CHECKED], "beartype.beartype"):
     from fedbayes.data import Clients
     from fedbayes.models import Categorical, mlp
@@ -86,7 +86,7 @@ def stop_after(round):
 
 def simulated(algorithm, data, rounds, **options):
     """A simulation after some rounds, with schedules planned for as many."""
-    from fedbayes.simulator import Simulation
+    from fedbayes.engine.clients import Simulation
 
     simulation = Simulation(algorithm.planned(rounds, **data.facts), data, **options)
     for _ in range(rounds):

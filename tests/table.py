@@ -8,7 +8,7 @@ from fedbayes.algorithms.ditto import Ditto
 from fedbayes.algorithms.ensemble import Ensemble
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU
-from fedbayes.algorithms.fedbe import FedBE, Unlabelled
+from fedbayes.algorithms.fedbe import FedBE
 from fedbayes.algorithms.fedem import FedEM
 from fedbayes.algorithms.fedhb_mixture import FedHBMixture
 from fedbayes.algorithms.fedhb_niw import FedHBNIW
@@ -25,7 +25,8 @@ from fedbayes.algorithms.lg_fedavg import LGFedAvg
 from fedbayes.algorithms.per_fedavg import PerFedAvg
 from fedbayes.algorithms.pfedbayes import PFedBayes
 from fedbayes.algorithms.pfedme import PFedMe
-from fedbayes.training import Training
+from fedbayes.data.unlabelled import Unlabelled
+from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.2, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.1)

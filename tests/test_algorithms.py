@@ -10,12 +10,13 @@ import pytest
 from conftest import assert_close, assert_same
 from table import TABLE
 
-from fedbayes import keys, reduce, simulator, wire
-from fedbayes.algorithm import Algorithm, Data
+from fedbayes import wire
+from fedbayes.algorithm import Algorithm, Data, NetworkAlgorithm, declared
 from fedbayes.algorithms import find, names
-from fedbayes.cohort import up_of
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
+from fedbayes.engine import clients as engine
+from fedbayes.engine import keys
+from fedbayes.engine.clients import Simulation
+from fedbayes.evaluation.assess import assess
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -52,11 +53,11 @@ def one_client(clients, index, length):
 @each_algorithm
 def test_is_a_final_frozen_dataclass_with_declared_uploads(name, model):
     algorithm = TABLE[name](model)
-    assert type(algorithm).__bases__ == (Algorithm,)
+    assert type(algorithm).__bases__ == (NetworkAlgorithm,)
     assert isinstance(algorithm, find(name))
     with pytest.raises(dataclasses.FrozenInstanceError):
         algorithm.model = None
-    assert set(reduce.declared(up_of(algorithm))) == set(up_of(algorithm)._fields)
+    assert set(declared(algorithm.up_type)) == set(algorithm.up_type._fields)
 
 
 @each_algorithm
@@ -151,7 +152,7 @@ def test_messages_survive_the_wire(name, model, clients):
 
 @some_often
 def test_learns(name, model, clients):
-    """A line divides the classes, so every method's best stance must get nearly all of it, also on unseen clients."""
+    """A line divides the classes, so every method's best mode must get nearly all of it, also on unseen clients."""
     simulation = simulated(TABLE[name](model), clients, rounds=ROUNDS)
     figures = assess(simulation).summary()["adapted"]
     assert figures["participating"]["accuracy"]["rows"] >= 0.85
@@ -168,12 +169,12 @@ def test_unseen_clients_keep_nothing_from_training(name, model, clients):
 @some_often
 def test_one_trace_for_each_bucket(name, model, clients, monkeypatch):
     """A second simulation with another seed, and later rounds, trace nothing new."""
-    monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
+    monkeypatch.setattr(engine, "ONE_LENGTH", 0)
     algorithm = TABLE[name](model)
     traced = []
 
     @dataclasses.dataclass(frozen=True)
-    class Counted(Algorithm[type(None), type(None), type(None), up_of(algorithm)]):
+    class Counted(NetworkAlgorithm[type(None), type(None), type(None), algorithm.up_type]):
         inner: Algorithm
 
         def __getattribute__(self, method):

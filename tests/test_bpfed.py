@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import assert_close, simulated
 
-from fedbayes import bayesian, gaussian, trees, wire
+from fedbayes import trees, wire
 from fedbayes.algorithm import Data
 from fedbayes.algorithms.bpfed import BPFed
 from fedbayes.algorithms.fedper import FedPer
@@ -16,10 +16,11 @@ from fedbayes.algorithms.fedrep import FedRep
 from fedbayes.algorithms.lg_fedavg import LGFedAvg
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
-from fedbayes.gaussian import MeanField
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Normal, cnn, from_functions, mlp
-from fedbayes.stances import assess
-from fedbayes.training import Training
+from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.05)
@@ -37,8 +38,8 @@ def test_without_deviations_and_divergence_it_is_fedper(clients, model, local):
     one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, train=TRAIN, tune=TUNE)))
     assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
     figures = [assess(simulation).scores for simulation in (one, other)]
-    for stance in ("global", "personal", "adapted"):
-        assert_close(figures[0][stance].log_score, figures[1][stance].log_score, 1e-4)  # sums over rows of numbers near 1
+    for mode in ("global", "personal", "adapted"):
+        assert_close(figures[0][mode].log_score, figures[1][mode].log_score, 1e-4)  # sums over rows of numbers near 1
 
 
 def test_in_turns_it_is_fedrep(clients, model):
@@ -232,10 +233,10 @@ def test_local_noise_has_the_moments_of_drawn_weights(kind):
         x, q = jax.random.normal(KEY, (3, 4)), MeanField(init(KEY), jnp.full((4, 4), -1.0))
     else:
         network = mlp((6, 6), Categorical(3), hidden=(8,)) if kind == "mlp" else cnn((6, 6), Categorical(3), (2, 2), (8,))
-        apply, x, q = network.apply, jax.random.normal(KEY, (3, 6, 6)), bayesian.init(network, KEY, -1.5)
+        apply, x, q = network.apply, jax.random.normal(KEY, (3, 6, 6)), gaussian_network.init(network, KEY, -1.5)
     split = jax.random.split(jax.random.key(1), 20000)
     drawn = jax.jit(jax.vmap(lambda key: apply(gaussian.draw(key, q), x)))(split)
-    local = jax.jit(jax.vmap(lambda key: bayesian.locally(apply, key, q, x)))(split)
+    local = jax.jit(jax.vmap(lambda key: gaussian_network.locally(apply, key, q, x)))(split)
     error = np.asarray(drawn.std(axis=0)) / np.sqrt(len(split))
     assert (np.abs(drawn.mean(axis=0) - local.mean(axis=0)) < 6 * error).all()
     np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
@@ -245,7 +246,7 @@ def test_noise_from_one_pool_has_the_moments_of_new_noise_in_every_direction():
     """Single weights, sums over the inputs of a unit, over units, over two layers: mean 0, the right variance, no memory."""
     shape = {"kernel": jnp.zeros((40, 20)), "bias": jnp.zeros(20)}
     q = MeanField(shape, jax.tree.map(lambda leaf: jnp.full(leaf.shape, gaussian.rho_of(jnp.float32(1.0))), shape))
-    pool = jax.random.normal(KEY, (820 + bayesian.LARGE,))
+    pool = jax.random.normal(KEY, (820 + gaussian_network.LARGE,))
     draws = jax.jit(jax.vmap(lambda key: gaussian.draw(key, q, pool)))(jax.random.split(jax.random.key(1), 20000))
     kernel, bias = np.asarray(draws["kernel"]), np.asarray(draws["bias"])
     directions = {
@@ -263,8 +264,8 @@ def test_noise_from_one_pool_has_the_moments_of_new_noise_in_every_direction():
 
 def test_large_networks_draw_from_a_pool_that_changes_from_step_to_step():
     network = mlp((28, 28), Categorical(10), hidden=(32,))
-    q = bayesian.init(network, KEY, 0.0)
-    assert sum(leaf.size for leaf in jax.tree.leaves(q.mean)) >= bayesian.LARGE
+    q = gaussian_network.init(network, KEY, 0.0)
+    assert sum(leaf.size for leaf in jax.tree.leaves(q.mean)) >= gaussian_network.LARGE
 
     def fit(q, key, pool, batch):
         return jnp.sum(gaussian.draw(key, q, pool)["body"]["dense0"]["bias"] * jnp.arange(32.0))
@@ -272,12 +273,12 @@ def test_large_networks_draw_from_a_pool_that_changes_from_step_to_step():
     data = Data(jnp.zeros((4, 28, 28)), jnp.zeros(4, int), jnp.ones(4, bool))
     still = Training(epochs=1, batch=4, lr=0.0)
     values = [
-        float(bayesian.follow(network, fit, None, None, q, q, still, jnp.float32(0), jax.random.key(seed), data)[2])
+        float(gaussian_network.follow(network, fit, None, None, q, q, still, jnp.float32(0), jax.random.key(seed), data)[2])
         for seed in range(3)
     ]
     assert len(set(values)) == 3
     twice = Training(epochs=2, batch=4, lr=0.0)
-    both = float(bayesian.follow(network, fit, None, None, q, q, twice, jnp.float32(0), jax.random.key(0), data)[2])
+    both = float(gaussian_network.follow(network, fit, None, None, q, q, twice, jnp.float32(0), jax.random.key(0), data)[2])
     assert both != pytest.approx(values[0])  # the mean of two steps whose noise differs
 
 
@@ -291,7 +292,7 @@ def test_a_step_with_its_copy_by_hand():
     copy, _ = algorithm._fit(q, None, prior, algorithm.train, jnp.float32(0.1), KEY, data)
     steps = jax.random.fold_in(jax.random.fold_in(KEY, 0), np.uint32(0xFFFFFFFF))
     key = jax.random.fold_in(jax.random.fold_in(steps, 0), 0)
-    slope = jax.grad(lambda q: bayesian.loss(network, key, q, data) + 2 / 30 * gaussian.kl(q, prior))(q)
+    slope = jax.grad(lambda q: gaussian_network.loss(network, key, q, data) + 2 / 30 * gaussian.kl(q, prior))(q)
     moved = jax.tree.map(lambda leaf, g: leaf - 0.1 * g, q, slope)
     slope = jax.grad(lambda w: 2 / 30 * gaussian.kl(moved, w))(prior)
     expected = jax.tree.map(lambda leaf, g: leaf - 0.1 * g, prior, slope)
@@ -322,29 +323,29 @@ def test_a_product_that_has_as_many_entries_as_rows_by_accident_is_no_layer(kind
     q = MeanField(jnp.ones((2, 2)), jnp.full((2, 2), 0.0))
     split = jax.random.split(jax.random.key(1), 20000)
     drawn = jax.jit(jax.vmap(lambda key: apply(gaussian.draw(key, q), x)))(split)
-    local = jax.jit(jax.vmap(lambda key: bayesian.locally(apply, key, q, x)))(split)
+    local = jax.jit(jax.vmap(lambda key: gaussian_network.locally(apply, key, q, x)))(split)
     np.testing.assert_allclose(local.std(axis=0), drawn.std(axis=0), rtol=0.05)
 
 
 def test_padding_rows_change_no_other_rows_noise():
     q, x = MeanField(jnp.ones((2, 3)), jnp.zeros((2, 3))), jax.random.normal(KEY, (5, 3))
     for apply in (lambda w, x: x @ w.T, lambda w, x: jax.vmap(lambda row: w @ row)(x)):
-        few, many = (bayesian.locally(apply, KEY, q, x[:n]) for n in (3, 5))
+        few, many = (gaussian_network.locally(apply, KEY, q, x[:n]) for n in (3, 5))
         np.testing.assert_allclose(few, many[:3], rtol=1e-6)
 
 
 def test_local_noise_differs_between_rows_and_drawn_weights_do_not():
     network = mlp((4,), Categorical(2), hidden=())
-    q, x = bayesian.init(network, KEY, 0.0), jnp.ones((2, 4))
-    local, drawn = bayesian.locally(network.apply, KEY, q, x), network.apply(gaussian.draw(KEY, q), x)
+    q, x = gaussian_network.init(network, KEY, 0.0), jnp.ones((2, 4))
+    local, drawn = gaussian_network.locally(network.apply, KEY, q, x), network.apply(gaussian.draw(KEY, q), x)
     assert not np.allclose(local[0], local[1])
     assert np.allclose(drawn[0], drawn[1])
 
 
 def test_local_noise_has_finite_slopes_where_nothing_comes_in():
     network = mlp((4,), Categorical(2), hidden=(3,))
-    q = bayesian.init(network, KEY, -3.0)
-    slope = jax.grad(lambda q: bayesian.locally(network.apply, KEY, q, jnp.zeros((2, 4))).sum())(q)
+    q = gaussian_network.init(network, KEY, -3.0)
+    slope = jax.grad(lambda q: gaussian_network.locally(network.apply, KEY, q, jnp.zeros((2, 4))).sum())(q)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
 
 

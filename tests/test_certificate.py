@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from fedbayes import certificate
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedvi import FedVI
 from fedbayes.cli import main
 from fedbayes.data import Clients
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation import pac_bayes
 from fedbayes.models import Categorical, Normal, linear, mlp
-from fedbayes.simulator import Simulation
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 
 @pytest.mark.parametrize(("share", "slack"), [(0.0, 0.1), (0.1, 0.05), (0.5, 0.01), (0.9, 0.3)])
 def test_kl_inverse_inverts(share, slack):
-    p = certificate.kl_inverse(share, slack)
+    p = pac_bayes.kl_inverse(share, slack)
     coins = scipy.stats.entropy([share, 1 - share], [p, 1 - p])
     assert p > share
     assert coins == pytest.approx(slack, rel=1e-6) or (p == pytest.approx(1) and coins <= slack)
@@ -73,7 +73,7 @@ def test_bounds_hold_on_new_clients_and_say_something():
     simulation = trained(population(150, 200, 0, 1), 150)
     new = population(1000, 2200, 1, 999)
     algorithm, down = simulation.algorithm, simulation.down()
-    risks = jax.jit(jax.vmap(lambda key, rows: certificate._risks(algorithm, 20, key, down, rows)))
+    risks = jax.jit(jax.vmap(lambda key, rows: pac_bayes._risks(algorithm, 20, key, down, simulation.fresh, rows)))
     gibbs = jax.jit(jax.vmap(lambda key, q, rows: error(algorithm, key, down, q, rows)))
     x, y = new.x.reshape(1000, 2200, 2), new.y.reshape(1000, 2200)
     first, rest = rows_of(x[:, :200], y[:, :200]), rows_of(x[:, 200:], y[:, 200:])
@@ -81,7 +81,7 @@ def test_bounds_hold_on_new_clients_and_say_something():
     errors, _, divergence = risks(keys, first)
     q = jax.jit(jax.vmap(lambda rows: algorithm.adapt(jax.random.key(0), down, None, rows)))(first)
     true = np.asarray(gibbs(keys, q, rest))
-    bounds = np.array([certificate.bound(float(e), float(d), 200, 20, 0.05) for e, d in zip(errors, divergence, strict=True)])
+    bounds = np.array([pac_bayes.bound(float(e), float(d), 200, 20, 0.05) for e, d in zip(errors, divergence, strict=True)])
     assert (true > bounds).mean() <= 0.05
     assert bounds.max() < 1
     assert np.median(bounds - true) < 0.2  # it is not only true
@@ -98,8 +98,8 @@ def test_a_posterior_that_chases_labels_needs_the_divergence():
         draws = mean + scale * random.normal(size=(50, n, d))  # one β for each row
         errors = float(np.mean(np.sign(np.einsum("mnd,nd->mn", draws, x)) != y))
         divergence = 0.5 * float(d * (scale**2 - 1 - 2 * math.log(scale)) + mean @ mean)
-        broken["with"] += certificate.bound(errors, divergence, n, 50, 0.05) < 0.5
-        broken["without"] += certificate.bound(errors, 0.0, n, 50, 0.05) < 0.5
+        broken["with"] += pac_bayes.bound(errors, divergence, n, 50, 0.05) < 0.5
+        broken["without"] += pac_bayes.bound(errors, 0.0, n, 50, 0.05) < 0.5
     assert broken["with"] <= 0.05 * trials
     assert broken["without"] > 0.9 * trials
 
@@ -117,7 +117,7 @@ def test_the_estimate_of_the_risk_is_bounded_as_often_as_it_says():
     random = np.random.default_rng(1)
     chance = random.uniform(0, 0.4, 40)
     shares = (random.random((4000, 40)) < chance).mean(axis=1)
-    bounds = np.array([certificate.kl_inverse(float(share), math.log(1 / 0.05) / 40) for share in shares])
+    bounds = np.array([pac_bayes.kl_inverse(float(share), math.log(1 / 0.05) / 40) for share in shares])
     assert 0.0 < (bounds < chance.mean()).mean() <= 0.05
 
 
@@ -125,7 +125,7 @@ def test_draws_in_closed_form_are_those_of_the_network(small):
     """A draw of β for each row, as numbers for its outputs, errs as often as networks with a draw of β do."""
     algorithm, down, data = small.algorithm, small.down(), small.data
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([29], 20))
-    errors, _, _ = certificate._risks(algorithm, 4000, jax.random.key(0), down, rows)
+    errors, _, _ = pac_bayes._risks(algorithm, 4000, jax.random.key(0), down, small.fresh, rows)
     many = dataclasses.replace(algorithm, draws=4000)
     local = many.adapt(jax.random.key(0), down, None, rows)
     assert float(errors) == pytest.approx(float(error(many, jax.random.key(1), down, local, rows)), abs=0.02)
@@ -136,7 +136,7 @@ def test_a_readout_that_is_not_linear_is_refused(small):
     bent = dataclasses.replace(model, readout=lambda params, h: jnp.tanh(model.readout(params, h)))
     simulation = Simulation(dataclasses.replace(small.algorithm, model=bent), small.data, seed=0)
     with pytest.raises(UserError, match="linear in the last layer"):
-        certificate.certify(simulation, "29")
+        pac_bayes.certify(simulation, "29")
 
 
 def rows_of(x, y):
@@ -156,35 +156,35 @@ def small():
 
 
 def test_a_certificate_reads_in_one_line(small):
-    found = certificate.certify(small, "29")
+    found = pac_bayes.certify(small, "29")
     assert found.rows == 20
     assert found.gibbs <= found.bound <= 1
     assert str(found).startswith(f"29: error of one draw ≤ {found.bound:.3f}")
-    more = certificate.certify(small, "29", delta=0.5)
+    more = pac_bayes.certify(small, "29", delta=0.5)
     assert more.bound < found.bound
 
 
 def test_more_divergence_and_fewer_rows_weaken_the_bound():
-    bounds = [certificate.bound(0.1, d, n, 100, 0.05) for d, n in ((1.0, 200), (5.0, 200), (5.0, 50))]
+    bounds = [pac_bayes.bound(0.1, d, n, 100, 0.05) for d, n in ((1.0, 200), (5.0, 200), (5.0, 50))]
     assert bounds == sorted(bounds)
-    exact = certificate.kl_inverse(
-        certificate.kl_inverse(0.1, math.log(1 / 0.0005) / 20000), (1.0 + math.log(2 * math.sqrt(200) / 0.0495)) / 200
+    exact = pac_bayes.kl_inverse(
+        pac_bayes.kl_inverse(0.1, math.log(1 / 0.0005) / 20000), (1.0 + math.log(2 * math.sqrt(200) / 0.0495)) / 200
     )
     assert bounds[0] == pytest.approx(exact, rel=1e-9)
 
 
 def test_refusals(small, clients, model):
     with pytest.raises(UserError, match="took part in training, so the shared model depends on its rows"):
-        certificate.certify(small, "0")
+        pac_bayes.certify(small, "0")
     with pytest.raises(UserError, match="delta is 2"):
-        certificate.certify(small, "29", delta=2.0)
+        pac_bayes.certify(small, "29", delta=2.0)
     with pytest.raises(UserError, match="the run is FedAvg, but a certificate is for FedVI with bias=False"):
-        certificate.certify(Simulation(FedAvg(model), clients), "0")
+        pac_bayes.certify(Simulation(FedAvg(model), clients), "0")
     with pytest.raises(UserError, match="with a bias or a posterior over θ"):
-        certificate.certify(Simulation(FedVI(model), clients), "0")
+        pac_bayes.certify(Simulation(FedVI(model), clients), "0")
     numbers = mlp((4,), Normal(1.0), hidden=(8,))
     with pytest.raises(UserError, match="bounds a share of errors"):
-        certificate.certify(Simulation(FedVI(numbers, bias=False), clients), "0")
+        pac_bayes.certify(Simulation(FedVI(numbers, bias=False), clients), "0")
 
 
 def test_command_prints_certificates_of_a_run_and_refuses_a_damaged_one(tmp_path, capsys):

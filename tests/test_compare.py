@@ -14,19 +14,19 @@ import pytest
 from conftest import ROOT
 
 from fedbayes import cli
-from fedbayes.commands.compare import Options, study_of
-from fedbayes.commands.options import DataOptions, RunOptions, default, override
-from fedbayes.commands.options import parse as parse_options
-from fedbayes.commands.run import Options as RunCommand
-from fedbayes.commands.run import finished
-from fedbayes.commands.tables import Cell, Sheet, latex, markdown
-from fedbayes.comparison import UNITS, contributions, differences, intervals, winners
+from fedbayes.cli.arguments import parse as parse_options
+from fedbayes.cli.compare import Options, study_of
+from fedbayes.cli.run import Options as RunCommand
+from fedbayes.cli.run import finished
 from fedbayes.errors import UserError
-from fedbayes.evaluate import SHAPES, Score, metrics, summary
-from fedbayes.outcome import choose
-from fedbayes.stances import Evaluation
-from fedbayes.study import Job, parse, read
-from fedbayes.workers import Done, Task, Worker, alone, as_run
+from fedbayes.evaluation.assess import Evaluation
+from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
+from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
+from fedbayes.sheets import Cell, Sheet, latex, markdown
+from fedbayes.study.crew import Done, Task, Worker, alone, as_run
+from fedbayes.study.options import DataOptions, RunOptions, default, override
+from fedbayes.study.run import choose
+from fedbayes.study.study import Job, parse, read
 
 # Statistics
 
@@ -139,7 +139,7 @@ def test_differences_are_paired_and_signed():
     assert apart["participating", "accuracy", "rows"].intervals["clients"] is None
     assert apart["participating", "accuracy", "rows"].intervals["seeds"] == pytest.approx(gain.intervals["seeds"])
     blind = {0: base[0], 1: Evaluation(3, {"personal": base[1].scores["global"]}, base[1].unseen, False)}
-    assert differences("good", good, "base", blind) == []  # no stance that all of the seeds have
+    assert differences("good", good, "base", blind) == []  # no mode that all of the seeds have
     single = differences("good", {0: good[0]}, "base", {0: base[0]})
     assert single[0].intervals["seeds"] is None
     assert single[0].interval() == single[0].intervals["clients"]
@@ -280,7 +280,7 @@ def test_wrong_options_get_one_sentence(tmp_path, monkeypatch, capsys, arguments
 
 def test_tables_are_escaped():
     row = [Cell("a_b"), Cell(""), Cell("&"), Cell("-1 [0]", True)]
-    sheet = Sheet("a_b: 5 %", "x | y", ["method", "stance", "clients", "n"], [[row]])
+    sheet = Sheet("a_b: 5 %", "x | y", ["method", "mode", "clients", "n"], [[row]])
     assert r"a\_b &  & \& & \textbf{$-$1 {[}0]} \\" in latex(sheet)
     assert r"\caption{a\_b: 5 \%. X | y.}" in latex(sheet)
     assert r"| a\_b |  | & | **-1 \[0\]** |" in markdown(sheet)
@@ -363,7 +363,7 @@ def test_a_study_leaves_runs_and_figures(whole):
     (one,) = [
         each
         for each in found["differences"]
-        if (each["stance"], each["group"], each["figure"], each["form"]) == ("global", "unseen", "log_score", "clients")
+        if (each["mode"], each["group"], each["figure"], each["form"]) == ("global", "unseen", "log_score", "clients")
     ]
     means = {
         name: np.mean([run["metrics"]["global"]["unseen"]["log_score"]["clients"] for run in runs])
@@ -474,7 +474,7 @@ def test_a_worker_that_dies_is_a_failed_run(small):
 SEARCH = """
 [search]
 figure = "{figure}"
-stance = "{stance}"
+mode = "{mode}"
 grid.train.lr = [1e-6, 0.3, 3e38]
 
 [methods.prox.grid]
@@ -484,13 +484,13 @@ mu = [0.1, 1.0, 10.0]
 
 def tried(folder, place, figures):
     (folder / place).mkdir(parents=True)
-    metrics = {stance: {"participating": {"log_score": {"rows": value}}} for stance, value in figures.items()}
+    metrics = {mode: {"participating": {"log_score": {"rows": value}}} for mode, value in figures.items()}
     (folder / place / "result.json").write_text(json.dumps({"metrics": metrics}))
 
 
-@pytest.mark.parametrize(("stance", "chosen"), [("best", 0), ("global", 1)])
-def test_the_best_try_that_ended_is_chosen(tmp_path, stance, chosen):
-    table = {"methods": {"fedavg": {}}, "data": {"digits": {}}, "search": {"stance": stance, "grid": {"mu": [1, 2, 3]}}}
+@pytest.mark.parametrize(("mode", "chosen"), [("best", 0), ("global", 1)])
+def test_the_best_try_that_ended_is_chosen(tmp_path, mode, chosen):
+    table = {"methods": {"fedavg": {}}, "data": {"digits": {}}, "search": {"mode": mode, "grid": {"mu": [1, 2, 3]}}}
     table["methods"]["fedprox"] = table["methods"].pop("fedavg")
     study = parse(table)
     tried(tmp_path, "search/fedprox-0", {"global": -3.0, "adapted": -0.5})
@@ -499,7 +499,7 @@ def test_the_best_try_that_ended_is_chosen(tmp_path, stance, chosen):
     ((key, choice),) = choose(study, study.search_jobs(), ends, tmp_path).items()
     assert key == ("digits", "fedprox")
     assert choice.settings == (f"mu={chosen + 1}",)
-    assert [one.score for one in choice.tries] == ([-0.5, -0.6, None] if stance == "best" else [-3.0, -1.0, None])
+    assert [one.score for one in choice.tries] == ([-0.5, -0.6, None] if mode == "best" else [-3.0, -1.0, None])
     assert choice.tries[2].failure == "it diverged"
     (job,) = study.jobs({key: choice.settings})[:1]
     assert job.settings == choice.settings
@@ -515,7 +515,7 @@ def test_a_search_never_sees_the_test_rows(small, tmp_path, capsys):
     data = read(small).data["six"].load()
     kept = {row.tobytes() for name in data.names for row in data.rows(str(name))[0]}
     text = small.read_text()
-    text = text[: text.index("[methods.wrong]")] + SEARCH.format(figure="accuracy", stance="global")
+    text = text[: text.index("[methods.wrong]")] + SEARCH.format(figure="accuracy", mode="global")
     found = {}
     for name in ("true", "false"):
         if name == "false":

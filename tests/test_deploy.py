@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import logging
 import subprocess
@@ -21,12 +22,13 @@ from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.deploy.site import Site, locked
 from fedbayes.deploy.template import write_project
+from fedbayes.engine.clients import Simulation
+from fedbayes.engine.silo_data import plan
+from fedbayes.engine.silos import SiloSimulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, mlp
-from fedbayes.silos import SiloSimulation, plan
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 ROUNDS = 3
 OFTEN = ("fedper",)
@@ -67,8 +69,8 @@ def test_state_and_scores_are_the_simulators(name, model, clients, everyone, tmp
     simulation = simulated(algorithm, clients)
     assert_near(coordinator.state, simulation.state)
     expected = assess(simulation).summary()
-    for stance, groups in expected.items():
-        found = result["metrics"][stance]["participating"]["log_score"]["rows"]
+    for mode, groups in expected.items():
+        found = result["metrics"][mode]["participating"]["log_score"]["rows"]
         assert found == pytest.approx(groups["participating"]["log_score"]["rows"], abs=1e-4)
 
 
@@ -213,8 +215,10 @@ def test_a_weight_beyond_what_is_allowed_is_refused(model, everyone, tmp_path, c
 
 
 def test_other_networks_and_other_numbers_of_sites_are_other_experiments(model, clients, everyone, tmp_path):
+    places = (tmp_path / str(number) for number in itertools.count())
+
     def fingerprint(network, parts):
-        return deployment(fb.FedPer(network), parts, tmp_path)[0].experiment.fingerprint
+        return deployment(fb.FedPer(network), parts, next(places))[0].experiment.fingerprint
 
     same = mlp((4,), Categorical(2), hidden=(8,))
     scaled = mlp((4,), Categorical(2), hidden=(8,), scale=2.0)

@@ -18,13 +18,13 @@ import pytest
 
 import fedbayes as fb
 from fedbayes import wire
-from fedbayes.algorithms import REGISTRY
+from fedbayes.algorithms import REGISTRY, find, names
 from fedbayes.cli import COMMANDS, main
-from fedbayes.commands import fit as fit_command
-from fedbayes.commands.options import DataOptions, RunOptions
-from fedbayes.commands.run import Options
+from fedbayes.cli import fit as fit_command
+from fedbayes.cli.run import Options
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Normal, mlp
-from fedbayes.stances import assess
+from fedbayes.study.options import DataOptions, RunOptions
 from fedbayes.trees import other_peoples_code
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,10 +211,10 @@ def test_commands_are_understood(page, monkeypatch):
     def simulate(algorithm, data, rounds, **options):
         raise Training
 
-    monkeypatch.setattr("fedbayes.commands.run.simulate", simulate)
-    monkeypatch.setattr("fedbayes.workers.simulate", simulate)
-    monkeypatch.setattr("fedbayes.workers.cores", lambda: 1)  # in this process
-    monkeypatch.setattr("fedbayes.commands.fit.simulate", simulate)
+    monkeypatch.setattr("fedbayes.cli.run.simulate", simulate)
+    monkeypatch.setattr("fedbayes.study.crew.simulate", simulate)
+    monkeypatch.setattr("fedbayes.study.crew.cores", lambda: 1)  # in this process
+    monkeypatch.setattr("fedbayes.cli.fit.simulate", simulate)
     lines = [line for block in blocks(page, "console") for line in block.splitlines() if line.startswith("$ fedbayes ")]
     assert lines
     for line in lines:
@@ -236,8 +236,8 @@ def test_pages_name_every_command_option_and_algorithm():
     for field in dataclasses.fields(DataOptions):
         option = f"--{field.name.replace('_', '-')}"
         assert option in page + data or field.name == "standardise", option
-    for cls, rounds in fit_command.ROUNDS.items():
-        assert f"{rounds} (`{next(name for name, line in REGISTRY.items() if line[1] == cls)}`)" in page
+    for name in names("silos"):
+        assert f"{find(name).default_rounds} (`{name}`)" in page
     for name in REGISTRY:
         assert f"| `{name}` |" in text("README.md")
     guide = text("docs/structured-models.md")
@@ -248,7 +248,7 @@ def test_pages_name_every_command_option_and_algorithm():
 def test_schema_of_the_result_is_the_documented_one(clients):
     page = text("docs/evaluation.md")
     model = fb.models.mlp(clients.shape, fb.models.Categorical(2), hidden=(4,))
-    fit = fb.simulate(fb.FedAvg(model), clients, rounds=1, folder="run", stances=("global",), average_last=1)
+    fit = fb.simulate(fb.FedAvg(model), clients, rounds=1, folder="run", modes=("global",), average_last=1)
     result = json.loads(Path("run/result.json").read_text())
     section = page[page.index("## result.json") :]
     documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
@@ -335,22 +335,22 @@ def test_guide_has_the_exact_shared_posterior(trained, regression):
     np.testing.assert_allclose(np.linalg.solve(posterior.precision, posterior.linear), mean[:d], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("stance", ["global", "personal", "adapted"])
-def test_guide_draws_from_the_exact_personal_posterior(trained, regression, stance):
+@pytest.mark.parametrize("mode", ["global", "personal", "adapted"])
+def test_guide_draws_from_the_exact_personal_posterior(trained, regression, mode):
     known, unseen = list(regression.participants), int(np.flatnonzero(regression.unseen)[0])
-    client = known[2] if stance == "personal" else unseen
+    client = known[2] if mode == "personal" else unseen
     # A client that adapts has the answer that it would have had among the others.
-    known = [*known, unseen] if stance == "adapted" else known
+    known = [*known, unseen] if mode == "adapted" else known
     d = regression.shape[0] + 1
-    place = {"global": 0, "personal": 3, "adapted": len(known)}[stance] * d
+    place = {"global": 0, "personal": 3, "adapted": len(known)}[mode] * d
     mean, covariance = exact(regression, known)
     mean, covariance = mean[place : place + d], covariance[place : place + d, place : place + d]
-    if stance == "global":
+    if mode == "global":
         covariance = covariance + TAU**2 * np.eye(d)
 
     algorithm, down = trained.algorithm, trained.down()
     local = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), trained.local.get(np.array([client])))
-    if stance == "adapted":
+    if mode == "adapted":
         data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), regression.train([client], length=13))
         local = algorithm.adapt(jax.random.key(1), down, local, data)
     x = np.array([[0.0, 0.0], [1.0, -0.5], [-2.0, 1.0]], np.float32)

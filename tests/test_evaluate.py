@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedbayes.evaluate import Score, metrics, score, summary
+from fedbayes.evaluation.score import Score, metrics, score, summary
 from fedbayes.models import Bernoulli, Categorical, Normal, Poisson
 
 

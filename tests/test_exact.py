@@ -14,9 +14,9 @@ from fedbayes.algorithms.fedbabu import FedBABU
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.algorithms.fedprox import FedProx
 from fedbayes.data import Clients
+from fedbayes.engine.clients import Simulation
 from fedbayes.models import Normal, from_functions
-from fedbayes.simulator import Simulation
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 SLOPES, OFFSETS, COUNTS = np.array([1.5, -2.0]), np.array([0.3, -1.0, 2.0]), [12, 20, 31]
 ONE_STEP = Training(epochs=1, batch=1000, lr=0.3)

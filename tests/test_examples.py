@@ -10,7 +10,7 @@ from conftest import ROOT
 
 import fedbayes
 from fedbayes import cli
-from fedbayes.commands.fit import load
+from fedbayes.cli.fit import load
 
 EXAMPLES = ROOT / "examples"
 FILES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "def population" in path.read_text())

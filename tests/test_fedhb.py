@@ -14,11 +14,11 @@ from fedbayes.algorithms.fedhb_mixture import FedHBMixture, squared_distances
 from fedbayes.algorithms.fedhb_niw import FedHBNIW, Up, drop_columns
 from fedbayes.algorithms.fedprox import FedProx
 from fedbayes.data import Clients
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Normal, from_functions, mlp
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
 TUNE = Training(epochs=3, batch=8, lr=0.05)

@@ -11,18 +11,19 @@ from conftest import assert_close, assert_same, simulated
 from fedbayes.algorithm import Data
 from fedbayes.algorithms.ensemble import NONE, Ensemble
 from fedbayes.algorithms.fedavg import FedAvg
-from fedbayes.algorithms.fedbe import FedBE, Unlabelled, mean_of
+from fedbayes.algorithms.fedbe import FedBE, mean_of
 from fedbayes.algorithms.fedbe import Up as BEUp
 from fedbayes.algorithms.fedem import FedEM
 from fedbayes.algorithms.fedpa import FedPA, shrunken_solve
 from fedbayes.algorithms.fedpa import Up as PAUp
 from fedbayes.algorithms.fedpop import FedPop
 from fedbayes.data import Clients
+from fedbayes.data.unlabelled import Unlabelled
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Normal, from_functions, mlp
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 pytestmark = pytest.mark.slow  # what is special to methods of comparison; the table has what all must do
 

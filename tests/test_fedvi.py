@@ -12,11 +12,11 @@ from fedbayes import wire
 from fedbayes.algorithm import Data
 from fedbayes.algorithms.fedvi import FedVI, Local, Posterior
 from fedbayes.data import Clients
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Model, Normal, linear, mlp
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 KEY = jax.random.key(0)
 
@@ -235,7 +235,7 @@ def test_regression_on_clients_with_their_own_slopes():
     simulation = Simulation(algorithm, data, seed=0)
     for _ in range(300):
         simulation.step()
-    figures = {stance: found["unseen"]["rmse"]["rows"] for stance, found in assess(simulation).summary().items()}
+    figures = {mode: found["unseen"]["rmse"]["rows"] for mode, found in assess(simulation).summary().items()}
     assert figures["global"] > 0.7  # without its slope a client's y is as wide as β_k
     assert figures["adapted"] < 0.3
 

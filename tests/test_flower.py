@@ -18,14 +18,14 @@ from hierarchy import partition
 
 import fedbayes as fb
 from fedbayes import wire
-from fedbayes.commands.deploy import experiment_of
-from fedbayes.deploy.certificates import make_key
+from fedbayes.cli.deploy import experiment_of
 from fedbayes.deploy.experiment import site_rows
 from fedbayes.deploy.processes import Federation, federation
 from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
-from fedbayes.silos import SiloSimulation
-from fedbayes.simulator import Simulation
+from fedbayes.deploy.tls import make_key
+from fedbayes.engine.clients import Simulation
+from fedbayes.engine.silos import SiloSimulation
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,7 +70,7 @@ experiment = Experiment(algorithm, example_rows((64,)), load, {rounds}, {sites},
 OF_SILOS = """\
 import fedbayes as fb
 from fedbayes.deploy.experiment import Experiment, SiteData
-from fedbayes.silos import plan
+from fedbayes.engine.silo_data import plan
 
 silos = list(partition(6, 6).values())
 algorithm = plan({algorithm}, dict(enumerate(silos)), {rounds})

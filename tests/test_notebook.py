@@ -46,16 +46,16 @@ def shown(thing):
 
 @pytest.fixture(scope="module")
 def fit(clients, model):
-    return fb.simulate(fb.FedAvg(model), clients, rounds=1, stances=("global", "adapted"))
+    return fb.simulate(fb.FedAvg(model), clients, rounds=1, modes=("global", "adapted"))
 
 
 def test_fit_and_evaluation(fit):
     for thing, words in ((fit, "Fit(FedAvg, 1 rounds on six)"), (fit.evaluation, repr(fit.evaluation))):
         table = shown(thing)
         assert words in table.words
-        assert table.rows[0] == ["stance", "clients", "accuracy %", "log score", "ECE %", "worst tenth"]
+        assert table.rows[0] == ["mode", "clients", "accuracy %", "log score", "ECE %", "worst tenth"]
         assert [row[:2] for row in table.rows[1:]] == [
-            [stance, group] for stance in ("global", "adapted") for group in ("participating", "unseen")
+            [mode, group] for mode in ("global", "adapted") for group in ("participating", "unseen")
         ]
         accuracy = fit.result["metrics"]["adapted"]["unseen"]["accuracy"]["rows"]
         assert table.rows[-1][2] == f"{100 * accuracy:.1f}"
@@ -143,8 +143,8 @@ WRONG = {
     "the cohort is 'all', but it is a whole number": lambda fit, a, c: fb.simulate(a, c, 1, cohort="all"),
     "seed is 'a', but a seed is a whole number": lambda fit, a, c: fb.simulate(a, c, 1, seed="a"),
     "clients is 'lop', but it is how they run": lambda fit, a, c: fb.simulate(a, c, 1, clients="lop"),
-    "there is no stance 'globl'": lambda fit, a, c: fb.assess(fit.simulation, ("globl",)),
-    "the stances are 'global', but they are a tuple": lambda fit, a, c: fb.simulate(a, c, 1, stances="global"),
+    "there is no mode 'globl'": lambda fit, a, c: fb.assess(fit.simulation, ("globl",)),
+    "the modes are 'global', but they are a tuple": lambda fit, a, c: fb.simulate(a, c, 1, modes="global"),
     "data is list, but it is Clients": lambda fit, a, c: fb.simulate(a, [c], 1),
     "the algorithm is FedAvg, but it is one with its network": lambda fit, a, c: fb.simulate(fb.FedAvg, c, 1),
     "the algorithm is 'fedavg', but it is one with its network": lambda fit, a, c: fb.simulate("fedavg", c, 1),

@@ -21,11 +21,11 @@ from fedbayes.algorithms.fedrecon import FedRecon
 from fedbayes.algorithms.fedrep import FedRep
 from fedbayes.algorithms.knn_per import GRID, LEAST, KNNPer
 from fedbayes.data import Clients
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Bernoulli, Categorical, Normal, from_functions, mlp
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training, halves, mean_loss, shuffle
+from fedbayes.primitives.training import Training, halves, mean_loss, shuffle
 
 pytestmark = pytest.mark.slow  # what is special to methods of comparison; the table has what all must do
 
@@ -171,7 +171,7 @@ def test_rep_head_has_a_schedule_of_its_own(model):
 
 def test_the_head_never_leaves_and_of_recon_only_its_start_is_sent(clients, model):
     for algorithm in (FedRep(model, train=TRAIN), FedRecon(model, train=TRAIN)):
-        leaves = wire.manifest(algorithm, clients)
+        leaves = wire.manifest(algorithm, clients.example)
         wire.check(leaves)
         up = [leaf for leaf in leaves if leaf.message == "up"]
         assert all("head" not in leaf.path for leaf in up)

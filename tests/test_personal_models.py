@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from conftest import assert_close, assert_same, simulated
 
-from fedbayes import keys
 from fedbayes.algorithm import Data
 from fedbayes.algorithms.apfl import APFL, alpha_slope, mixed
 from fedbayes.algorithms.ditto import Ditto
@@ -15,11 +14,12 @@ from fedbayes.algorithms.ifca import IFCA
 from fedbayes.algorithms.per_fedavg import PerFedAvg
 from fedbayes.algorithms.pfedme import PFedMe
 from fedbayes.data import Clients
+from fedbayes.engine import keys
+from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import assess
 from fedbayes.models import Normal, from_functions
-from fedbayes.simulator import Simulation
-from fedbayes.stances import assess
-from fedbayes.training import Training, mean_loss
+from fedbayes.primitives.training import Training, mean_loss
 
 pytestmark = pytest.mark.slow  # what is special to methods of comparison; the table has what all must do
 

@@ -8,15 +8,15 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
-from fedbayes import gaussian
 from fedbayes.algorithm import Data
 from fedbayes.algorithms import fedpop
 from fedbayes.algorithms.fedpop import FedPop
 from fedbayes.algorithms.pfedbayes import Local, PFedBayes
 from fedbayes.errors import UserError
-from fedbayes.gaussian import MeanField
 from fedbayes.models import Normal, from_functions
-from fedbayes.training import Training
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.training import Training
 
 NOISE, ROWS = 0.5, 8
 

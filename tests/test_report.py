@@ -17,12 +17,12 @@ from table import TABLE
 from fedbayes import cli, wire
 from fedbayes.data import Clients
 from fedbayes.data.describe import Facts
-from fedbayes.evaluate import SHAPES, Score
-from fedbayes.fit import simulate
+from fedbayes.evaluation.score import SHAPES, Score
 from fedbayes.models import Categorical, Normal, mlp
-from fedbayes.report import blocks, comparison, page, posteriors, predictions, records, sections
+from fedbayes.report import blocks, compared, page, predictions, records, sections, structured
 from fedbayes.report.sections import traffic
-from fedbayes.runs import about
+from fedbayes.results.fit import simulate
+from fedbayes.results.folder import about
 from fedbayes.trees import quietly
 
 HOSTILE = ['<script>alert("1")</script>', '"><img src=x onerror=alert(2)>', "$\\frac{", "</svg><b>", "five & six", "ünï — 6"]
@@ -132,12 +132,12 @@ def test_the_page_has_every_part_and_the_run_s_figures(run, text):
     )
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
     assert tuple(headings) == parts
-    for stance, groups in fit.result["metrics"].items():
+    for mode, groups in fit.result["metrics"].items():
         for group, figures in groups.items():
             accuracy = f"{100 * figures['accuracy']['rows']:.1f}"
             log_score = f"{figures['log_score']['rows']:.3f}"
             numbers = f'<td class="number">{accuracy}</td><td class="number">{log_score}</td>'
-            assert f'<th scope="row">{stance}</th><td>{group}</td>{numbers}' in text
+            assert f'<th scope="row">{mode}</th><td>{group}</td>{numbers}' in text
     assert "fedbayes run fedper --data &#39;my data.csv&#39; --out run-again" in text
     scores = fit.evaluation.scores["personal"]
     seen = np.flatnonzero(~fit.simulation.data.unseen)
@@ -181,7 +181,7 @@ def test_the_same_run_gives_the_same_bytes(run):
 def test_what_was_sent_is_counted(run):
     folder, fit = run
     record = records.load(folder)
-    leaves = wire.manifest(fit.simulation.algorithm, fit.simulation.data)
+    leaves = wire.manifest(fit.simulation.algorithm, fit.simulation.data.example)
     each = {message: sum(leaf.bytes for leaf in leaves if leaf.message == message) for message in ("down", "up")}
     answers = [len(fit.simulation.chosen(round)) for round in range(1, 5)]
     assert sum(answers) < 12, "somebody dropped out"
@@ -227,7 +227,7 @@ def only_text(monkeypatch):
     def draw(make, *given, caption, wide=False, **options):
         return blocks.Picture(Markup("<svg></svg>"), caption, wide)
 
-    for module in (comparison, posteriors, predictions, sections):
+    for module in (compared, structured, predictions, sections):
         monkeypatch.setattr(module, "draw", draw)
 
 
@@ -356,7 +356,7 @@ def test_differences_are_paired_by_seed_and_client(run, folders, monkeypatch):
     for folder in folders.iterdir():
         scores = records.load(folder).scores
         share = 0.0 if folder.name.startswith("two") else 0.5
-        wrong = {stance: score._replace(error=(share * score.rows).astype(np.float32)) for stance, score in scores.items()}
+        wrong = {mode: score._replace(error=(share * score.rows).astype(np.float32)) for mode, score in scores.items()}
         (folder / "scores.safetensors").write_bytes(wire.pack(wrong))
     text = page.report([folders], folders / "out.html").read_text("utf-8")
     assert "Difference from FedPer (dropout 0.4), in pairs: over all test rows; 95 % interval for other seeds" in text
@@ -369,7 +369,7 @@ def test_other_data_is_apart(run, folders, monkeypatch):
     only_text(monkeypatch)
     data = json.loads((run[0] / "config.json").read_text())["data"]
     another(run[0], folders / "three-0", 0, 0.9, data={**data, "fingerprint": "other"})
-    sets = comparison.data_sets([records.load(folder) for folder in records.find([folders])])
+    sets = compared.data_sets([records.load(folder) for folder in records.find([folders])])
     assert [len(members) for _, members, _ in sets] == [6, 1]
     text = page.report([folders], folders / "out.html").read_text("utf-8")
     assert "2 different data sets, so each has its own part and no table mixes them" in text
@@ -381,9 +381,9 @@ def test_a_partition_for_each_seed_is_one_comparison(run, tmp_path):
     for seed in range(3):
         varied = {"data": {**data, "fingerprint": str(seed)}, "model": str(seed)}
         another(run[0], tmp_path / f"run-{seed}", seed, 0.5, **varied)
-    ((_, members, varied),) = comparison.data_sets([records.load(folder) for folder in records.find([tmp_path])])
+    ((_, members, varied),) = compared.data_sets([records.load(folder) for folder in records.find([tmp_path])])
     assert varied
-    assert len(comparison.methods(members, varied)) == 1
+    assert len(compared.methods(members, varied)) == 1
 
 
 def test_an_unfinished_run_does_not_count(folders, monkeypatch):
@@ -483,14 +483,14 @@ def test_numbers_as_targets(tmp_path):
     y = (x[:, 0] + generator.normal(size=60)).astype(np.float32)
     clients = Clients.build(x, y, np.repeat(np.arange(3), 20), test=0.3)
     algorithm = TABLE["fedavg"](mlp((2,), Normal(), hidden=(4,)))
-    simulate(algorithm, clients, rounds=1, folder=tmp_path / "run", stances=("global",))
+    simulate(algorithm, clients, rounds=1, folder=tmp_path / "run", modes=("global",))
     text = page.report([tmp_path / "run"]).read_text("utf-8")
     assert "RMSE" in text
     assert "Who has which targets" in text
     assert "mean gap between levels and shares" in text
     shutil.copytree(tmp_path / "run", tmp_path / "begun")
     (tmp_path / "begun" / "result.json").unlink()
-    simulate(algorithm, clients, rounds=1, folder=tmp_path / "other", stances=("global",), seed=1)
+    simulate(algorithm, clients, rounds=1, folder=tmp_path / "other", modes=("global",), seed=1)
     runs = [tmp_path / name for name in ("begun", "run", "other")]
     text = page.report(runs, tmp_path / "several.html").read_text("utf-8")
     assert "RMSE" in text

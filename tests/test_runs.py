@@ -15,12 +15,13 @@ from conftest import Stop, assert_same, stop_after
 from table import TABLE
 
 import fedbayes
-from fedbayes import runs, wire
+from fedbayes import wire
+from fedbayes.engine.round import Diverged
 from fedbayes.errors import UserError
-from fedbayes.fit import simulate
 from fedbayes.models import Categorical, mlp
-from fedbayes.simulator import Diverged
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
+from fedbayes.results import folder as results_folder
+from fedbayes.results.fit import simulate
 
 HERE = Path(__file__).parent
 
@@ -41,7 +42,7 @@ def test_a_run_leaves_its_files(finished):
     config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
     assert config["algorithm"] == "FedPer"
     assert config["options"]["train"]["lr"] == 0.2
-    assert result["schema"] == runs.SCHEMA
+    assert result["schema"] == results_folder.SCHEMA
     assert result["metrics"] == done.evaluation.summary()
     assert set(result["metrics"]) == {"global", "personal", "adapted"}
     assert set(result["metrics"]["personal"]["unseen"]["accuracy"]) == {"rows", "clients", "spread", "worst_tenth"}
@@ -141,7 +142,7 @@ def test_a_full_disk_loses_nothing(unfinished, model, clients, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.os, "fsync", full)
+        patch.setattr(results_folder.os, "fsync", full)
         with pytest.raises(UserError, match=r"cannot write to .*: No space left on device; what was written before is intact"):
             fit(model, clients, unfinished, resume=True)
     assert (unfinished / "checkpoint.safetensors").read_bytes() == before
@@ -189,13 +190,13 @@ def test_an_adaptation_that_diverges_is_no_result(model, clients, tmp_path):
 
 
 def test_the_mean_of_the_last_rounds(model, clients):
-    done = fit(model, clients, None, average_last=3, stances=("adapted",))
+    done = fit(model, clients, None, average_last=3, modes=("adapted",))
     recent = [entry["evaluation"] for entry in done.history if "evaluation" in entry]
     assert len(recent) == 3
     figures = [entry["adapted"]["unseen"]["log_score"]["rows"] for entry in recent]
     assert done.result["average"]["adapted"]["unseen"]["log_score"]["rows"] == pytest.approx(np.mean(figures))
-    with pytest.raises(UserError, match="there is no stance 'globl'"):
-        fit(model, clients, None, stances=("globl",))
+    with pytest.raises(UserError, match="there is no mode 'globl'"):
+        fit(model, clients, None, modes=("globl",))
 
 
 def test_divergence_keeps_the_last_good_state(model, clients, tmp_path):
@@ -220,7 +221,7 @@ def test_ctrl_c_ends_the_round_and_can_be_resumed(model, clients, tmp_path):
 KILLED = """
 import os, signal, sys
 import fedbayes as fb
-from fedbayes.states import States
+from fedbayes.engine.local_state import States
 kill_at = int(sys.argv[2])
 writes = 0
 real = os.pwrite
@@ -284,13 +285,13 @@ def test_a_fit_predicts_for_everyone_and_for_one(finished, clients):
 
 
 def test_predictions_are_those_that_were_scored(finished, clients):
-    """In each stance, the client's log score follows from what `predict` gives for its test rows."""
+    """In each mode, the client's log score follows from what `predict` gives for its test rows."""
     _, done = finished
     name = str(clients.names[clients.participants[1]])
     x, y = clients.rows(name, "test")
-    for stance, options in {"global": {}, "personal": {"client": name}, "adapted": {"client": name, "adapted": True}}.items():
+    for mode, options in {"global": {}, "personal": {"client": name}, "adapted": {"client": name, "adapted": True}}.items():
         probabilities = np.asarray(done.predict(x, **options))
-        found = done.evaluation.scores[stance].log_score[clients.index(name)]
+        found = done.evaluation.scores[mode].log_score[clients.index(name)]
         assert np.log(probabilities[np.arange(len(y)), y]).sum() == pytest.approx(float(found), rel=1e-4)
     assert fedbayes.__version__ == done.result["fedbayes"]
 

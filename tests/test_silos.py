@@ -14,18 +14,20 @@ import pytest
 from conftest import ROOT, assert_close, assert_same
 from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, partition, population, sampled, silo
 
-from fedbayes import gaussian, silos, wire
+from fedbayes import wire
+from fedbayes.algorithm import declared
 from fedbayes.algorithms import names
 from fedbayes.algorithms.pvi import PVI, _proper_part
 from fedbayes.algorithms.sfvi import SFVI
 from fedbayes.algorithms.sfvi_avg import SFVIAvg
-from fedbayes.cohort import up_of
+from fedbayes.engine import silos
+from fedbayes.engine.silo_data import plan
+from fedbayes.engine.silos import SiloSimulation
 from fedbayes.errors import UserError
-from fedbayes.fit import simulate
-from fedbayes.reduce import declared
-from fedbayes.silo_fit import fit_silos
-from fedbayes.silos import SiloSimulation
-from fedbayes.variational import Family
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.variational import Family
+from fedbayes.results.fit import simulate
+from fedbayes.results.structured_fit import fit_silos
 
 TABLE = {
     "sfvi": lambda **options: SFVI(population, silo, **options),
@@ -40,11 +42,11 @@ one_often = pytest.mark.parametrize(
 
 
 def started(name, data, rounds=4, **options):
-    return SiloSimulation(silos.plan(TABLE[name](), data, rounds), data, **options)
+    return SiloSimulation(plan(TABLE[name](), data, rounds), data, **options)
 
 
 def advanced(simulation, rounds):
-    return np.concatenate(list(simulation.advance(rounds)))
+    return np.concatenate([done.trace["bound"] for done in simulation.advance(rounds)])
 
 
 def deviation(q):
@@ -201,7 +203,7 @@ def iterates(steps=20):
         whole = {"y": jnp.asarray(np.concatenate(parts))}
         server, local = jax.jit(
             lambda algorithm=algorithm, data=data: (
-                algorithm.init_server(jax.random.key(0), data[0]),
+                algorithm.init_server(jax.random.key(0)),
                 [algorithm.init_local(jax.random.key(0), part) for part in data],
             )
         )()
@@ -259,7 +261,7 @@ def test_silos_that_are_absent_keep_their_state(name, options):
     for simulation in (same, mixed):
         before = {silo: jax.device_get(simulation.own(silo)) for silo in simulation.names}
         advanced(simulation, 1)
-        absent = [silo for place, silo in enumerate(simulation.names) if place not in simulation._chosen(1)]
+        absent = [silo for place, silo in enumerate(simulation.names) if place not in simulation.chosen(1)]
         assert absent
         for other in absent:
             assert_same(simulation.own(other), before[other])
@@ -268,8 +270,8 @@ def test_silos_that_are_absent_keep_their_state(name, options):
 @each_algorithm
 def test_messages_are_as_they_were_and_hold_nothing_local(name):
     data = {"y": jnp.asarray(Y[5:])}
-    algorithm = silos.plan(TABLE[name](family=Family(moving_scale=True)), {"a": data}, 10)
-    assert set(declared(up_of(algorithm))) == set(up_of(algorithm)._fields)
+    algorithm = plan(TABLE[name](family=Family(moving_scale=True)), {"a": data}, 10)
+    assert set(declared(algorithm.up_type)) == set(algorithm.up_type._fields)
     leaves = wire.manifest(algorithm, data)
     wire.check(leaves)
     path = ROOT / "tests" / "golden" / f"{name}.txt"
@@ -412,7 +414,7 @@ class Stop(Exception):
 
 @one_often
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbayes.silo_fit.CHECKPOINT", 0.0)
+    monkeypatch.setattr("fedbayes.results.structured_fit.CHECKPOINT", 0.0)
     data, algorithm = partition(4, 4, 4), TABLE[name]()
     whole = fit_silos(algorithm, data, 6, folder=tmp_path / "whole")
 
@@ -459,7 +461,7 @@ REFUSED = {
     "silo 'b': its data holds object, but data is arrays of numbers": lambda: simulate(
         SFVI(population, silo), {"a": {"y": Y}, "b": {"y": np.array(["x", "y"], object)}}, 3
     ),
-    "data is list, but it is Clients, or silos as a dict": lambda: simulate(SFVI(population, silo), [Y], 3),
+    "data is list, but SFVI fits silos: give a dict": lambda: simulate(SFVI(population, silo), [Y], 3),
     "the cohort is 3 silos a round, but only 2 take part": lambda: simulate(
         SFVI(population, silo), partition(5, 7), 3, cohort=3
     ),

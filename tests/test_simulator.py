@@ -8,12 +8,13 @@ import pytest
 from conftest import assert_close, assert_same
 from table import TABLE
 
-from fedbayes import simulator
 from fedbayes.data import Clients
+from fedbayes.engine import clients
+from fedbayes.engine.clients import Simulation, buckets
+from fedbayes.engine.local_state import States
+from fedbayes.engine.round import Diverged, cohort_size
 from fedbayes.errors import UserError
-from fedbayes.simulator import Diverged, Simulation, buckets, cohort_size
-from fedbayes.states import States
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 
 def test_cohorts_are_seeded_without_replacement_and_never_unseen(clients, model):
@@ -59,7 +60,7 @@ def skewed():
 def test_small_data_has_one_length_and_large_data_a_few(monkeypatch):
     data = skewed()
     assert len(buckets(data, 7)) == 1
-    monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
+    monkeypatch.setattr(clients, "ONE_LENGTH", 0)
     found = buckets(data, 7)
     assert 1 < len(found) <= 4
     assert sorted(np.concatenate([bucket.ids for bucket in found])) == list(range(7))
@@ -77,7 +78,7 @@ def test_buckets_and_memory_budget_change_no_number(monkeypatch, model):
         return simulation
 
     plain = run()
-    monkeypatch.setattr(simulator, "ONE_LENGTH", 0)
+    monkeypatch.setattr(clients, "ONE_LENGTH", 0)
     ids = np.arange(len(data))
     for other in (run(), run(memory=1, width=1)):
         assert_close(other.state, plain.state, 1e-6)

@@ -10,7 +10,8 @@ from numpyro.infer.util import potential_energy
 
 from fedbayes.errors import UserError
 from fedbayes.models.sites import on_real_line
-from fedbayes.models.structured import Structured, inseparable
+from fedbayes.models.structured import Structured
+from fedbayes.primitives.dependence import inseparable
 
 Y = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 

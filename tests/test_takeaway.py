@@ -23,12 +23,13 @@ from scipy import stats
 from table import TABLE
 
 import fedbayes as fb
-from fedbayes import cli, posterior, wire
+from fedbayes import cli, wire
 from fedbayes.data.layout import Column, Layout
-from fedbayes.data.stream import Rows
-from fedbayes.evaluate import quantile
+from fedbayes.data.stream import RowReader
 from fedbayes.models import Categorical, Normal, Poisson, from_equinox, mlp
-from fedbayes.posterior import Posterior
+from fedbayes.models.predictive import quantile
+from fedbayes.results import posterior
+from fedbayes.results.posterior import Posterior
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -111,7 +112,7 @@ def test_every_algorithm_comes_back_as_it_was(clients, model, name):
     algorithm = (fb.Tempered(TABLE["fedper"](model)) if name == "tempered" else TABLE[name](model)).planned(2, **clients.facts)
     x, y = clients.rows(str(clients.names[0]))
     key, data = jax.random.key(0), fb.Data(x, y, np.ones(len(x), bool))
-    person = Posterior(algorithm, *adapted(algorithm, key, data), key, posterior.Rows.of(clients), {"for": "me"})
+    person = Posterior(algorithm, *adapted(algorithm, key, data), key, posterior.RowSpec.of(clients), {"for": "me"})
     person.save("me.safetensors")
     again = Posterior.load("me.safetensors")
     assert repr(again) == repr(person)
@@ -257,7 +258,7 @@ def test_whatever_byte_is_changed_the_file_is_refused(clients, model):
 
 def rewritten(path, change):
     """A file whose JSON was changed by somebody who knows how its checksum is made."""
-    from fedbayes.posterior import _digest
+    from fedbayes.results.posterior import _digest
 
     content = Path(path).read_bytes()
     arrays, about = safetensors.numpy.load(content), wire.metadata(content)
@@ -322,7 +323,7 @@ def test_a_new_process_gives_the_same_bits(home, mine):
     Path("out.csv").write_text(done.stdout)
     found = pd.read_csv("out.csv", dtype=np.float32)
     assert list(found) == ["no", "yes", "entropy", "mutual_information"]
-    rows = Rows(Path("new.csv"), mine.rows.layout, mine.rows.shape, mine.rows.classes)
+    rows = RowReader(Path("new.csv"), mine.rows.layout, mine.rows.shape, mine.rows.classes)
     (block,) = rows
     np.testing.assert_array_equal(found.to_numpy(), mine.table(block.x))
     sure = mine.uncertainty(frame)
@@ -358,8 +359,8 @@ def test_a_file_of_another_day_gives_what_it_gave_then():
 
 def write_golden(run, rows):
     """How the golden file was made; a new schema gets a new one beside it."""
-    from fedbayes.commands.personalise import of_rows
-    from fedbayes.commands.run import finished
+    from fedbayes.cli.personalise import of_rows
+    from fedbayes.cli.run import finished
 
     person = of_rows(finished(run), rows)
     person.save(GOLDEN / "posterior.safetensors")
@@ -376,7 +377,7 @@ def test_personalise_for_a_client_and_for_everybody(capfd, home):
     code, out, _ = command(capfd, "personalise", folder, "--out", "all.safetensors")
     assert code == 0
     assert "for everybody; age, sex, smoker, pressure to ill: no, yes; 1 rounds on patients" in re.sub(r"\s+", " ", out)
-    from fedbayes.commands.run import finished
+    from fedbayes.cli.run import finished
 
     fit, frame = finished(folder), table()[:5]
     data = fit.simulation.data
@@ -557,7 +558,7 @@ def test_all_formats_give_the_same_rows():
     whole = data.layout.encode(frame, "x")
     np.savez("rows.npz", x=whole, ill=frame["ill"].to_numpy(dtype=str))
     for name in ("patients.csv", "rows.parquet", "rows.tsv", "rows.csv.gz", "rows.npz"):
-        rows = Rows(Path(name), data.layout, data.shape, data.classes, block=7)
+        rows = RowReader(Path(name), data.layout, data.shape, data.classes, block=7)
         assert (rows.ignored, rows.labelled) == ([], True)
         assert rows.about() == (None if name.endswith(".gz") else pytest.approx(120, abs=1))
         blocks = list(rows)
@@ -590,25 +591,25 @@ def test_labels_are_read_as_they_were_when_the_model_was_trained(values):
     y = np.array(values * 8)
     pd.DataFrame({"a": np.arange(16.0), "c": np.arange(16) % 2, "y": y}).to_csv("rows.csv", index=False)
     data = fb.data.load("rows.csv", client_column="c", target="y", task="classification", test=0.0)
-    rows = Rows(Path("rows.csv"), data.layout, data.shape, data.classes, block=1)
+    rows = RowReader(Path("rows.csv"), data.layout, data.shape, data.classes, block=1)
     np.testing.assert_array_equal(rows.labels(), np.searchsorted(np.unique(y), y))
 
 
 def test_labels_of_arrays_are_places_or_names():
     np.savez("rows.npz", x=np.ones((3, 2), np.uint8), y=np.array([1, 0, 1]))
-    assert Rows(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels().tolist() == [1, 0, 1]
-    assert Rows(Path("rows.npz"), Layout(), (2,), ("0", "1")).labels().tolist() == [1, 0, 1]
+    assert RowReader(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels().tolist() == [1, 0, 1]
+    assert RowReader(Path("rows.npz"), Layout(), (2,), ("0", "1")).labels().tolist() == [1, 0, 1]
     np.savez("rows.npz", x=np.ones((2, 2)), y=np.array(["coat", "bag"]))
-    assert Rows(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels().tolist() == [1, 0]
+    assert RowReader(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels().tolist() == [1, 0]
     np.savez("rows.npz", x=np.ones((2, 2)), y=np.array([0, 2]))
     with pytest.raises(fb.UserError, match=r"column 'y' has '2' in row 1 \(from 0\), which is none of the classes"):
-        Rows(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels()
+        RowReader(Path("rows.npz"), Layout(), (2,), ("bag", "coat")).labels()
 
 
 def test_numbers_as_categories():
     layout = Layout((Column("cp", "category", (1, 2, 4)),))
     pd.DataFrame({"cp": [4, 1]}).to_csv("rows.csv", index=False)
-    (block,) = Rows(Path("rows.csv"), layout, (3,), None)
+    (block,) = RowReader(Path("rows.csv"), layout, (3,), None)
     assert block.x.tolist() == [[0, 0, 1], [1, 0, 0]]
     with pytest.raises(fb.UserError, match="'cp' has '3' in row 1"):
         layout.encode(pd.DataFrame({"cp": [1, 3]}), "x")
@@ -617,7 +618,7 @@ def test_numbers_as_categories():
 def test_blocks_do_not_change_what_is_predicted(home, mine, monkeypatch):
     frame = pd.concat([table()] * 20)
     whole = mine.table(frame)
-    monkeypatch.setattr("fedbayes.posterior.BLOCK", 64)
+    monkeypatch.setattr("fedbayes.results.posterior.BLOCK", 64)
     np.testing.assert_allclose(mine.table(frame), whole, atol=1e-6)
 
 

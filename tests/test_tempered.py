@@ -9,11 +9,11 @@ from conftest import assert_close, assert_same, simulated
 import fedbayes as fb
 from fedbayes import wire
 from fedbayes.algorithm import Data
-from fedbayes.evaluate import score
+from fedbayes.algorithms.tempered import Tempered
+from fedbayes.evaluation.assess import assess
+from fedbayes.evaluation.score import score
 from fedbayes.models import Categorical, Normal, from_functions, linear
-from fedbayes.stances import assess
-from fedbayes.tempered import Tempered
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 KEY = jax.random.key(3)
 NONE = Training(epochs=0)

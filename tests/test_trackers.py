@@ -11,8 +11,9 @@ import pytest
 from conftest import Stop, stop_after
 
 import fedbayes as fb
-from fedbayes import cli, trackers
+from fedbayes import cli
 from fedbayes.errors import UserError
+from fedbayes.results import trackers
 
 pytestmark = pytest.mark.filterwarnings("default")  # of packages that are not ours
 
@@ -28,7 +29,7 @@ KINDS = [pytest.param("tensorboard", marks=needs_tensorboard), pytest.param("mlf
 
 def train(clients, model, tracker, folder, *callbacks, **options):
     algorithm = fb.FedAvg(model)
-    settings = {"rounds": 5, "cohort": 2, "evaluate_every": 2, "checkpoint_every": 2, "stances": ("global",), **options}
+    settings = {"rounds": 5, "cohort": 2, "evaluate_every": 2, "checkpoint_every": 2, "modes": ("global",), **options}
     return fb.simulate(algorithm, clients, folder=folder, callbacks=(tracker, *callbacks), **settings)
 
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import assert_close
 from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, population, sampled, silo
 
-from fedbayes import gaussian, variational
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Structured
-from fedbayes.variational import Family, Shared
+from fedbayes.primitives import gaussian, variational
+from fedbayes.primitives.variational import Family, Shared
 
 MODEL = Structured(population, silo)
 DATA = {"y": jnp.asarray(Y)}

@@ -17,15 +17,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedbayes import data, models, trackers
-    from fedbayes.algorithm import Algorithm, Data, Mean, Reduce, Stack, Sum
+    from fedbayes import data, models
+    from fedbayes.algorithm import Algorithm, Data, Mean, NetworkAlgorithm, Reduce, Stack, StructuredAlgorithm, Sum
     from fedbayes.algorithms.apfl import APFL
     from fedbayes.algorithms.bpfed import BPFed
     from fedbayes.algorithms.ditto import Ditto
     from fedbayes.algorithms.ensemble import Ensemble
     from fedbayes.algorithms.fedavg import FedAvg
     from fedbayes.algorithms.fedbabu import FedBABU
-    from fedbayes.algorithms.fedbe import FedBE, Unlabelled
+    from fedbayes.algorithms.fedbe import FedBE
     from fedbayes.algorithms.fedem import FedEM
     from fedbayes.algorithms.fedhb_mixture import FedHBMixture
     from fedbayes.algorithms.fedhb_niw import FedHBNIW
@@ -45,17 +45,19 @@ if TYPE_CHECKING:
     from fedbayes.algorithms.pvi import PVI
     from fedbayes.algorithms.sfvi import SFVI
     from fedbayes.algorithms.sfvi_avg import SFVIAvg
+    from fedbayes.algorithms.tempered import Tempered
     from fedbayes.data import Clients
+    from fedbayes.data.unlabelled import Unlabelled
+    from fedbayes.engine.clients import Simulation
     from fedbayes.errors import UserError
-    from fedbayes.fit import Fit, simulate
+    from fedbayes.evaluation.assess import assess
     from fedbayes.models import network
-    from fedbayes.posterior import Posterior
-    from fedbayes.silo_fit import SiloFit
-    from fedbayes.simulator import Simulation
-    from fedbayes.stances import assess
-    from fedbayes.tempered import Tempered
-    from fedbayes.training import Training
-    from fedbayes.variational import Family
+    from fedbayes.primitives.training import Training
+    from fedbayes.primitives.variational import Family
+    from fedbayes.results import trackers
+    from fedbayes.results.fit import Fit, simulate
+    from fedbayes.results.posterior import Posterior
+    from fedbayes.results.structured_fit import SiloFit
 
 __version__ = "0.1.0"
 
@@ -65,10 +67,12 @@ _WHERE = {
     "Ditto": "algorithms.ditto",
     "IFCA": "algorithms.ifca",
     "Algorithm": "algorithm",
+    "NetworkAlgorithm": "algorithm",
+    "StructuredAlgorithm": "algorithm",
     "Clients": "data",
     "Data": "algorithm",
     "Ensemble": "algorithms.ensemble",
-    "Family": "variational",
+    "Family": "primitives.variational",
     "FedAvg": "algorithms.fedavg",
     "FedBABU": "algorithms.fedbabu",
     "FedBE": "algorithms.fedbe",
@@ -83,30 +87,30 @@ _WHERE = {
     "FedRep": "algorithms.fedrep",
     "KNNPer": "algorithms.knn_per",
     "FedRecon": "algorithms.fedrecon",
-    "Fit": "fit",
+    "Fit": "results.fit",
     "Mean": "algorithm",
     "LGFedAvg": "algorithms.lg_fedavg",
     "PerFedAvg": "algorithms.per_fedavg",
     "PFedBayes": "algorithms.pfedbayes",
     "PFedMe": "algorithms.pfedme",
     "PVI": "algorithms.pvi",
-    "Posterior": "posterior",
+    "Posterior": "results.posterior",
     "Reduce": "algorithm",
     "SFVI": "algorithms.sfvi",
     "SFVIAvg": "algorithms.sfvi_avg",
-    "SiloFit": "silo_fit",
-    "Simulation": "simulator",
+    "SiloFit": "results.structured_fit",
+    "Simulation": "engine.clients",
     "Stack": "algorithm",
     "Sum": "algorithm",
-    "Tempered": "tempered",
-    "Training": "training",
-    "Unlabelled": "algorithms.fedbe",
+    "Tempered": "algorithms.tempered",
+    "Training": "primitives.training",
+    "Unlabelled": "data.unlabelled",
     "UserError": "errors",
-    "assess": "stances",
+    "assess": "evaluation.assess",
     "network": "models",
-    "simulate": "fit",
+    "simulate": "results.fit",
 }
-_MODULES = ("data", "models", "trackers")
+_MODULES = {"data": "data", "models": "models", "trackers": "results.trackers"}
 
 __all__ = [
     "APFL",
@@ -137,6 +141,7 @@ __all__ = [
     "KNNPer",
     "LGFedAvg",
     "Mean",
+    "NetworkAlgorithm",
     "PFedBayes",
     "PFedMe",
     "PerFedAvg",
@@ -146,6 +151,7 @@ __all__ = [
     "SiloFit",
     "Simulation",
     "Stack",
+    "StructuredAlgorithm",
     "Sum",
     "Tempered",
     "Training",
@@ -164,7 +170,7 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"fedbayes.{_WHERE[name]}"), name)
     if name in _MODULES:
-        return importlib.import_module(f"fedbayes.{name}")
+        return importlib.import_module(f"fedbayes.{_MODULES[name]}")
     raise AttributeError(f"module 'fedbayes' has no attribute {name!r}")
 
 

@@ -1,8 +1,9 @@
 """The contract: what an algorithm is, what a client holds, and what may leave it.
 
 An algorithm is one file under `algorithms/`: four NamedTuples (`Server`, `Local`, `Down`, `Up`) and a frozen dataclass of
-hyper-parameters whose methods are pure functions of them. Everything else in fedbayes (the simulator, the wire, Flower,
-evaluation) is written against this page alone.
+hyper-parameters whose methods are pure functions of them. It is of one of two kinds, which declare all that the rest of
+fedbayes needs to know of it: a `NetworkAlgorithm` trains a network over clients' rows, a `StructuredAlgorithm` fits a NumPyro
+model over silos. The simulator, the wire, Flower and the evaluation are written against this page alone.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import abc
 import dataclasses
 import enum
 import numbers
+import typing
 import warnings
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes.errors import UserError
+from fedbayes.models.likelihoods import Likelihood
+from fedbayes.models.model import Model
+from fedbayes.models.structured import Structured
+from fedbayes.trees import Form, zeros_of
+from fedbayes.trees import Params as Params
 
 
 class Data(NamedTuple):
@@ -43,14 +51,29 @@ Mean = Annotated[T, Reduce.MEAN]
 Sum = Annotated[T, Reduce.SUM]
 Stack = Annotated[T, Reduce.STACK]
 
-Params = Any
-"""A pytree of arrays, as a network's `init` returns it: nested dicts of named arrays."""
-
 ServerT = TypeVar("ServerT")
 LocalT = TypeVar("LocalT")
 DownT = TypeVar("DownT")
 UpT = TypeVar("UpT")
 D = TypeVar("D")
+
+FACTS = ("rounds", "clients", "rows", "silos", "form")
+"""What is known of a run before it: its rounds, how many clients or silos may train, all their rows, and the form of a silo's
+data."""
+
+
+def fact(name: str) -> Any:
+    """A field that is None until the run that the algorithm is planned for says it (see `Algorithm.planned`).
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Schedule:
+    ...     rounds: int | None = fact("rounds")
+    >>> plan(Schedule(), {"rounds": 10}), plan(Schedule(5), {"rounds": 10})
+    (Schedule(rounds=10), Schedule(rounds=5))
+    """
+    if name not in FACTS:
+        raise TypeError(f"there is no fact {name!r} of a run; there are {', '.join(FACTS)}")
+    return dataclasses.field(default=None, metadata={"fact": name})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +84,9 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
     the `Mean` fields; without one, every client counts the same. There is no side channel: what the server should see is a
     field of `Up`.
     """
+
+    default_rounds: ClassVar[int] = 100
+    """Rounds of a run that names none."""
 
     @abc.abstractmethod
     def init_server(self, key: PRNGKeyArray) -> ServerT:
@@ -75,7 +101,7 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         """What every client of the round receives."""
 
     @abc.abstractmethod
-    def client(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Data) -> tuple[UpT, LocalT]:
+    def client(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Any) -> tuple[UpT, LocalT]:
         """One client's round."""
 
     @abc.abstractmethod
@@ -83,26 +109,128 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         """The next server state, from `Up` with each field reduced as declared."""
 
     @abc.abstractmethod
-    def adapt(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Data) -> LocalT:
+    def adapt(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Any) -> LocalT:
         """Fit a client that may never have trained; nothing is sent."""
+
+    @abc.abstractmethod
+    def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Any) -> Any:
+        """Posterior draws for rows, or for a silo's data."""
+
+    def metrics(self, server: ServerT) -> dict[str, Float[Array, ""]]:
+        """Scalars of the server's state that are logged after each round, such as a bound."""
+        return {}
+
+    @property
+    def title(self) -> str:
+        """The algorithm's name in results."""
+        return type(self).__name__
+
+    @property
+    def up_type(self) -> type[Any]:
+        """The class `Up` that the algorithm names as the last of its type parameters."""
+        return next(base.__args__[3] for base in type(self).__orig_bases__ if len(getattr(base, "__args__", ())) == 4)  # type: ignore[attr-defined]
+
+    def planned(self: D, rounds: int, **facts: Any) -> D:
+        """The algorithm with each `fact` field that is None set to what the run says: its rounds, clients, rows, silos."""
+        return plan(self, {"rounds": rounds, **facts})
+
+
+class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
+    """An algorithm that trains a network over clients. A client's data are rows, `Data`; its first field is `model`."""
+
+    model: Model
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, Model):
+            given = repr(self.model) if isinstance(self.model, str) else type(self.model).__name__
+            name = self.model if isinstance(self.model, str) else "mlp"
+            raise UserError(
+                f'the model is {given}, but it is a network for the data: fb.network("{name}", clients), or a module of your '
+                "own through fb.models.from_flax or from_equinox"
+            )
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the draws of `predict` are parameters of."""
+        return self.model.likelihood
 
     @abc.abstractmethod
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""
 
-    def planned(self: D, rounds: int, **facts: int) -> D:
-        """This algorithm with every field `rounds` that is None, such as a schedule's length, set to the rounds of the run.
+    def check_gibbs(self, down: DownT) -> None:
+        """Refuse a run of which no PAC-Bayes bound holds; by default every run."""
+        raise UserError(f"the run is {self.title}, but a certificate is for FedVI with bias=False and gamma=0; train one")
 
-        So are other facts of a run that are known before it, such as how many silos there are.
-        """
-        return _planned(self, {"rounds": rounds, **facts})
+    def gibbs(self, key: PRNGKeyArray, down: DownT, rows: Data, draws: int) -> tuple[Float[Array, "m n k"], Float[Array, ""]]:
+        """For a PAC-Bayes bound: outputs with a fresh draw of a newcomer's own parameters for each row, and KL(q ‖ prior)."""
+        raise NotImplementedError
+
+
+class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
+    """An algorithm that fits a NumPyro model over silos. A silo's data is what the model reads; draws come by site."""
+
+    population: Callable[[], Any]
+    silo: Callable[[Any, Any], None]
+    family: Any
+    rounds: int | None
+    form: Form | None
+    starts_anywhere: ClassVar[bool] = False
+    """Whether a run may start from the fit of another method."""
+
+    @property
+    def structured(self) -> Structured:
+        """The two functions as densities."""
+        return Structured(self.population, self.silo)
+
+    @property
+    def example(self) -> Any:
+        """Zeros in the form of a silo's data, for the shapes of θ; None where no run has said the form."""
+        return None if self.form is None else zeros_of(self.form)
+
+    def shared(self, server: ServerT) -> Any:
+        """η_G and θ: the field `shared` of the server's state."""
+        return server.shared  # type: ignore[attr-defined]
+
+    def eta(self, local: LocalT, shared: Any) -> Any:
+        """η_L, written with the μ_G of `shared`."""
+        return local.eta  # type: ignore[attr-defined]
+
+    def local_from(self, local: LocalT, eta: Any, shared: Any) -> LocalT:
+        """A first local state at the η_L of another fit, written with the μ_G of `shared`."""
+        return local._replace(eta=eta)  # type: ignore[attr-defined]
+
+
+AnyAlgorithm = Algorithm[Any, Any, Any, Any]
+AnyNetwork = NetworkAlgorithm[Any, Any, Any, Any]
+AnyStructured = StructuredAlgorithm[Any, Any, Any, Any]
+
+
+def declared(up_type: type) -> dict[str, Reduce]:
+    """The reduction of each field of `Up`, in the order of its fields.
+
+    >>> from fedbayes.algorithms.fedbabu import Up
+    >>> declared(Up)
+    {'body': <Reduce.MEAN: 'mean'>, 'loss': <Reduce.MEAN: 'mean'>}
+    """
+    hints = typing.get_type_hints(up_type, include_extras=True)
+    reductions = {}
+    for field in up_type._fields:  # type: ignore[attr-defined]
+        found = [note for note in getattr(hints[field], "__metadata__", ()) if isinstance(note, Reduce)]
+        if len(found) != 1:
+            raise TypeError(f"{up_type.__qualname__}.{field} must be declared Mean[…], Sum[…] or Stack[…]")
+        reductions[field] = found[0]
+    if reductions.get("weight", Reduce.SUM) is not Reduce.SUM:
+        raise TypeError(f"{up_type.__qualname__}.weight weighs the Mean fields and must be declared Sum[…]")
+    return reductions
 
 
 WHOLE = (int, "int", "int | None")
 """How a field that counts something is annotated."""
 
 
-def _planned(config: D, facts: dict[str, int]) -> D:
+def plan(config: D, facts: dict[str, Any]) -> D:
+    """A dataclass of settings with its `fact` fields set, those of the settings inside it too; what cannot be is refused."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
@@ -110,10 +238,10 @@ def _planned(config: D, facts: dict[str, int]) -> D:
             raise UserError(f"{field.name} is {value!r}, but it is a whole number")
         if isinstance(value, numbers.Real) and value != value:
             raise UserError(f"{field.name} is nan, but it is a number; look where it was computed")
-        if field.name in facts and value is None:
-            changes[field.name] = facts[field.name]
+        if value is None and field.metadata.get("fact") in facts:
+            changes[field.name] = facts[field.metadata["fact"]]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            planned = _planned(value, facts)
+            planned = plan(value, facts)
             if planned is not value:
                 changes[field.name] = planned
     if not changes:

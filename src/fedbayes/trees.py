@@ -14,8 +14,10 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from fedbayes.algorithm import Params
 from fedbayes.errors import UserError
+
+Params = Any
+"""A pytree of arrays, as a network's `init` returns it: nested dicts of named arrays."""
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def arrays_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 class Form(NamedTuple):
-    """What of a silo's data is no array: how arrays and plain values make it up. Silos of one form share a program."""
+    """The static (non-array) part of a silo's data. Silos of one form share a compiled program."""
 
     treedef: Any
     plain: tuple[Hashable, ...]
@@ -193,6 +195,15 @@ def put_together(form: Form, arrays: Sequence[Any]) -> Any:
     """The inverse of `take_apart`."""
     rest = iter(arrays)
     return jax.tree.unflatten(form.treedef, [next(rest) if leaf is None else leaf for leaf in form.plain])
+
+
+def zeros_of(form: Form) -> Any:
+    """Data of this form whose arrays are zeros.
+
+    >>> zeros_of(take_apart({"n": 3, "y": np.ones(2)})[0])["y"].tolist()
+    [0.0, 0.0]
+    """
+    return put_together(form, [jnp.zeros(shape, dtype) for shape, dtype in form.shapes])
 
 
 def strong(tree: Any) -> Any:

@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, local_steps, mean_loss, move, rows
+from fedbayes.primitives.training import Training, local_steps, mean_loss, move, rows
 
 
 class Local(NamedTuple):
@@ -43,7 +43,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class APFL(Algorithm[Server, Local, Down, Up]):
+class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
     """Federated averaging, and beside it a model of the client's own; it predicts with a mixture of both that it learns.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -67,6 +67,7 @@ class APFL(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise UserError(f"alpha is {self.alpha}, but it is a share: give a number from 0 to 1")
         if self.every not in ("round", "batch"):

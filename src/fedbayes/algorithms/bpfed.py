@@ -34,12 +34,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import bayesian, gaussian, trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes import trees
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.errors import UserError
-from fedbayes.gaussian import MeanField
 from fedbayes.models import Model
-from fedbayes.training import Training, rows
+from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.training import Training, rows
 
 
 class Server(NamedTuple):
@@ -79,7 +80,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BPFed(Algorithm[Server, Local, Down, Up]):
+class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
     """Every weight is Gaussian; some layers are learnt together, the last ones are each client's own.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -122,12 +123,13 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
     the prior of the start; with few rows, more of them get away from a start that says nothing."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("M", "draws", "tune_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
         if not self.kl >= 0:
             raise UserError(f"kl is {self.kl}, but it weighs a divergence: give 0 or more")
-        bayesian.check(self.rho, self.kl, self.head, self.train, self.tune)
+        gaussian_network.check(self.rho, self.kl, self.head, self.train, self.tune)
         if self.average not in ("wasserstein", "plain", "precision"):
             raise UserError(f'average is "{self.average}", but it is wasserstein, plain or precision')
 
@@ -173,10 +175,10 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of both parts."""
-        return bayesian.predict(self.model, key, _merge(local.eta, down.zeta), x, self.draws)
+        return gaussian_network.predict(self.model, key, _merge(local.eta, down.zeta), x, self.draws)
 
     def _init(self, key: PRNGKeyArray) -> tuple[MeanField, MeanField]:
-        return _split(bayesian.init(self.model, key, self.rho, self.spread), self.personal)
+        return _split(gaussian_network.init(self.model, key, self.rho, self.spread), self.personal)
 
     def _fit(
         self,
@@ -198,11 +200,15 @@ class BPFed(Algorithm[Server, Local, Down, Up]):
             return self.kl / n * gaussian.kl(moving, other)
 
         def fit(moving: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
-            return bayesian.loss(self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation)
+            return gaussian_network.loss(
+                self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation
+            )
 
         reinforce = self.kl > 0 and self.reinforce
         terms = ((lambda q, _: divergence(q, held)) if self.kl else None, divergence if reinforce else None)
-        q, copy, loss = bayesian.follow(self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving))
+        q, copy, loss = gaussian_network.follow(
+            self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving)
+        )
         return copy if reinforce else q, loss
 
     def _sent(self, zeta: MeanField) -> Pair:

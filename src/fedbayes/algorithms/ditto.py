@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Local(NamedTuple):
@@ -37,7 +37,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ditto(Algorithm[Server, Local, Down, Up]):
+class Ditto(NetworkAlgorithm[Server, Local, Down, Up]):
     """Federated averaging, and beside it a model of the client's own that a pull of strength λ holds near.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -59,6 +59,7 @@ class Ditto(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.lam >= 0:
             raise UserError(f"lam is {self.lam}, but it weighs a squared distance: give 0 or more")
         if self.personal_epochs < 0:

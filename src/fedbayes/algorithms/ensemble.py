@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss
+from fedbayes.primitives.training import Training, descend, mean_loss
 
 NONE = -1.0
 """u of a client that has not drawn it."""
@@ -64,7 +64,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ensemble(Algorithm[Server, Local, Down, Up]):
+class Ensemble(NetworkAlgorithm[Server, Local, Down, Up]):
     """K networks, each of them trained by a random group of the clients.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -84,6 +84,7 @@ class Ensemble(Algorithm[Server, Local, Down, Up]):
     """Fine-tuning in `adapt`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.K < 1:
             raise UserError(f"K is {self.K}, but an ensemble has at least 1 network")
         if self.use not in ("preset", "ensemble"):

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -53,7 +53,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedAvg(Algorithm[Server, Local, Down, Up]):
+class FedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """Federated averaging, with fine-tuning as `adapt`.
 
     >>> from fedbayes.models import Categorical, mlp

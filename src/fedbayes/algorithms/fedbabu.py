@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss
+from fedbayes.primitives.training import Training, descend, mean_loss
 
 
 class Server(NamedTuple):
@@ -57,7 +57,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedBABU(Algorithm[Server, Local, Down, Up]):
+class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
     """The body is learnt together under a head that nobody trains; personalisation fine-tunes both.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -79,6 +79,7 @@ class FedBABU(Algorithm[Server, Local, Down, Up]):
     """What `adapt` fine-tunes."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.part not in ("full", "body", "head"):
             raise UserError(f"part is {self.part!r}, but FedBABU fine-tunes full, body or head")
 

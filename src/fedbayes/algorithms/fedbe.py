@@ -17,45 +17,24 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Stack
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Stack
 from fedbayes.algorithms.fedavg import Down, Local
+from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model
-from fedbayes.training import Training, descend, local_steps, masked_mean, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, local_steps, masked_mean, mean_loss, rows
 
 BLOCK = 256
 """Unlabelled rows that a teacher labels at once."""
 FALL = 0.4
 """The last step of a cycle, as a share of the first."""
-
-
-class Unlabelled:
-    """Rows without labels that the server has. Equal to itself alone, so that an algorithm that holds it can be hashed.
-
-    >>> Unlabelled(np.zeros((3, 4), np.float32), name="noughts")
-    Unlabelled(noughts, 3 rows, crc f288b395)
-    """
-
-    def __init__(self, x: np.ndarray, name: str = "rows") -> None:
-        self.x, self.name = np.asarray(x), name
-        if self.x.ndim < 2 or not len(self.x) or self.x.dtype.kind not in "fiub":
-            raise UserError(
-                f"the unlabelled rows are {self.x.dtype}{list(self.x.shape)}, but they are numbers, at least one row, of the "
-                "shape that the clients' rows have; give an array of rows"
-            )
-
-    def __repr__(self) -> str:
-        # The digest tells a run that is resumed whether these are the rows that it began with.
-        return f"Unlabelled({self.name}, {len(self.x)} rows, crc {zlib.crc32(np.ascontiguousarray(self.x).data):08x})"
 
 
 class Server(NamedTuple):
@@ -75,7 +54,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedBE(Algorithm[Server, Local, Down, Up]):
+class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
     """Averaging, then distillation of an ensemble of sampled models on rows that the server has.
 
     >>> from fedbayes.models import mlp
@@ -105,6 +84,7 @@ class FedBE(Algorithm[Server, Local, Down, Up]):
     """Fine-tuning of the whole model in `adapt`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.samples < 0 or self.cycle < 1 or not self.alpha > 0:
             given = f"samples is {self.samples}, cycle {self.cycle} and alpha {self.alpha}"
             raise UserError(f"{given}, but samples is not negative, cycle at least 1 and alpha above 0")

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.ensemble import random_starts
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, masked_mean, rows
+from fedbayes.primitives.training import Training, descend, masked_mean, rows
 
 LEAST = 1e-12
 """A share counts as at least this, so that a component that explained nothing for a while can come back."""
@@ -61,7 +61,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedEM(Algorithm[Server, Local, Down, Up]):
+class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
     """Shared components; each client has its own shares of them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -87,6 +87,7 @@ class FedEM(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("K", "em_steps", "draws"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")

@@ -32,11 +32,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.models.model import network_outputs
-from fedbayes.training import Training, descend, drawn, masked_mean, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, drawn, masked_mean, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -78,7 +78,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedHBMixture(Algorithm[Server, Local, Down, Up]):
+class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """K prototypes of a network; each client belongs near one of them, and a gate tells from a row which.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -118,10 +118,11 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
     """Personalisation in `adapt`."""
     gate: Model | None = None
     """The gating network, with K outputs; by default the network itself with another head."""
-    N: int | None = None
+    N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.N is not None and self.N < 1:
             raise UserError(f"N is {self.N}, but there is at least one client")
         for name in ("K", "sigma2", "draws", "patience", "gate_rows"):
@@ -187,6 +188,10 @@ class FedHBMixture(Algorithm[Server, Local, Down, Up]):
         r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
         bound = None if up.objective is None else -(self._clients() * up.objective + self._kl(server))
         return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
+
+    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
+        """The bound of the last round, where clients report their terms of it."""
+        return {} if server.bound is None else {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Equation 84, from the best prototype; the head's weights have the prior N(head, σ² I)."""

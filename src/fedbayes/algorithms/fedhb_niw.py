@@ -37,10 +37,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -90,7 +90,7 @@ class Prior(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedHBNIW(Algorithm[Server, Local, Down, Up]):
+class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """Every client's network is a Gaussian perturbation of a shared one; how far they lie apart is learnt weight by weight.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -125,12 +125,13 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
-    N: int | None = None
+    N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
-    D: int | None = None
+    D: int | None = fact("rows")
     """|D|, the rows of all clients; by default those of the run."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.p <= 1:
             raise UserError(f"p is {self.p}, but it is the share of columns that are kept: above 0, at most 1")
         if not self.sigma0 > 0:
@@ -201,6 +202,10 @@ class FedHBNIW(Algorithm[Server, Local, Down, Up]):
             V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
         bound = None if up.objective is None else -(N * up.objective + self._kl(server))
         return Server(m0, V0, Sigma0, server.head, bound, server.round + 1)
+
+    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
+        """The bound of the last round, where clients report their terms of it."""
+        return {} if server.bound is None else {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""

@@ -27,11 +27,11 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.fedavg import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, local_steps, mean_loss, momentum_step, move, rows
+from fedbayes.primitives.training import Training, descend, local_steps, mean_loss, momentum_step, move, rows
 
 
 class Server(NamedTuple):
@@ -59,7 +59,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedPA(Algorithm[Server, Local, Down, Up]):
+class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
     """Clients sample their posteriors; the server steps towards the mode of the product.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -87,6 +87,7 @@ class FedPA(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.rho >= 0:
             raise UserError(f"rho is {self.rho}, but it weighs a covariance: give 0 or more")
         if not self.server_lr > 0 or not 0 <= self.server_momentum < 1:

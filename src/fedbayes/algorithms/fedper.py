@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -54,7 +54,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedPer(Algorithm[Server, Local, Down, Up]):
+class FedPer(NetworkAlgorithm[Server, Local, Down, Up]):
     """The last layers stay with the client, the rest is averaged.
 
     >>> from fedbayes.models import Categorical, mlp

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, drawn, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, drawn, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -66,7 +66,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedPop(Algorithm[Server, Local, Down, Up]):
+class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
     """Heads are sampled from their posterior on the client; body and population prior are learnt together.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -98,6 +98,7 @@ class FedPop(Algorithm[Server, Local, Down, Up]):
     """A client's epochs on φ; its batch is also that of a Langevin step."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.keep <= self.steps:
             raise UserError(f"keep is {self.keep} of {self.steps} steps; keep at least 1 and at most all of them")
         if self.adapt_steps < self.keep:

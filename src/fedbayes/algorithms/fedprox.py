@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Local, Server, Up
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 @dataclasses.dataclass(frozen=True)
-class FedProx(Algorithm[Server, Local, Down, Up]):
+class FedProx(NetworkAlgorithm[Server, Local, Down, Up]):
     """Federated averaging with a pull of strength μ towards the broadcast model.
 
     >>> from fedbayes.models import Categorical, mlp

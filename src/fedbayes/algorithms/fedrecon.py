@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, halves, mean_loss, momentum_step, rows
+from fedbayes.primitives.training import Training, descend, halves, mean_loss, momentum_step, rows
 
 
 class Server(NamedTuple):
@@ -64,7 +64,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedRecon(Algorithm[Server, Local, Down, Up]):
+class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
     """Half of a client's rows rebuild its own layers, the other half trains the shared ones under them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -92,6 +92,7 @@ class FedRecon(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its query rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.server_lr > 0 or not 0 <= self.server_momentum < 1:
             given = f"server_lr is {self.server_lr} and server_momentum {self.server_momentum}"
             raise UserError(f"{given}, but the step is above 0 and momentum from 0 to below 1")

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedper import Local, Server, Up
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Down(NamedTuple):
@@ -39,7 +39,7 @@ class Down(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedRep(Algorithm[Server, Local, Down, Up]):
+class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client first fits its head to the representation, then the representation to its head.
 
     >>> from fedbayes.models import Categorical, mlp

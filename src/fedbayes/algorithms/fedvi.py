@@ -35,12 +35,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import gaussian, trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes import trees
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
 from fedbayes.errors import UserError
-from fedbayes.gaussian import MeanField
 from fedbayes.models import Categorical, Model, mlp
-from fedbayes.training import Training, descend, first_half, masked_mean, momentum_step, rows
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.training import Training, descend, first_half, masked_mean, momentum_step, rows
 
 
 class Sizes(NamedTuple):
@@ -97,7 +98,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedVI(Algorithm[Server, Local, Down, Up]):
+class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """A shared network tells from a client's rows, without their labels, what the client's own last layer should be.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -137,10 +138,11 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
     """Step size of the server; 3 is for rounds of one step, with several about 1 is enough."""
     server_momentum: float = 0.9
     """Momentum of the server."""
-    D: int | None = None
+    D: int | None = fact("rows")
     """|D|, the rows of all clients, which γ > 0 asks for; by default those of the run."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model.features is None or self.model.readout is None:
             raise UserError(
                 f"FedVI looks at a network's features, but {self.model} does not say what they are; give from_functions "
@@ -256,6 +258,32 @@ class FedVI(Algorithm[Server, Local, Down, Up]):
         if q is None:
             return jnp.zeros((self.sizes.local, self.sizes.outputs)), jnp.zeros(self.sizes.outputs)
         return q.mean + q.sigma * jax.random.normal(key, q.mean.shape), q.bias
+
+    def check_gibbs(self, down: Down) -> None:
+        """A bound needs a prior for all that a client has, and outputs that are linear in β."""
+        if self.bias or self.gamma > 0:
+            given = "the run is FedVI with a bias or a posterior over θ"
+            raise UserError(f"{given}, but a certificate is for FedVI with bias=False and gamma=0; train one")
+        size, key = self.sizes, jax.random.key(0)
+        h = jax.random.normal(key, (3, size.shared + size.local))
+        beta = jax.random.normal(jax.random.fold_in(key, 1), (size.local, size.outputs))
+        without, whole = (self._outputs(down.theta, one, jnp.zeros(size.outputs), h) for one in (jnp.zeros_like(beta), beta))
+        if not bool(jnp.allclose(whole, without + h[:, size.shared :] @ beta, rtol=1e-3, atol=1e-3)):
+            raise UserError(f"a certificate draws outputs that are linear in the last layer, but those of {self.model} are not")
+
+    def gibbs(self, key: PRNGKeyArray, down: Down, rows: Data, draws: int) -> tuple[Float[Array, "m n k"], Float[Array, ""]]:
+        """Outputs are linear in β, so that a draw of β for each row is a normal number for each of its outputs."""
+        q = self.adapt(key, down, Local(None), rows).q
+        assert q is not None
+        theta = self._mean(down.theta)
+        h = self.model.features(theta.network, rows.x)  # type: ignore[misc]
+        base, local = self._outputs(theta, jnp.zeros_like(q.mean), q.bias, h), h[:, self.sizes.shared :]
+        noise = jax.random.normal(key, (draws, *base.shape))
+        outputs = (base + local @ q.mean)[None] + jnp.sqrt(local**2 @ q.sigma**2)[None] * noise
+        return outputs, self.divergence(q)
+
+    def _outputs(self, theta: Any, beta: Any, bias: Any, h: Any) -> Float[Array, "n k"]:
+        return self.model.readout(self.with_head(theta, beta, bias), h)  # type: ignore[misc]
 
     def with_head(self, theta: Theta, beta: Float[Array, "l k"], bias: Float[Array, " k"]) -> Params:
         """The network with a last layer of its own, whose kernel is W_g above β."""

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Params, Sum
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.ensemble import Down, Server, moved_means, random_starts
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Local(NamedTuple):
@@ -47,7 +47,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class IFCA(Algorithm[Server, Local, Down, Up]):
+class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
     """K models, each of them averaged over the clients that it fits best.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -71,6 +71,7 @@ class IFCA(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.K < 1:
             raise UserError(f"K is {self.K}, but there is at least 1 model")
         if self.noise is not None and not self.noise > 0:

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model
-from fedbayes.training import Training, descend, masked_mean, mean_loss, rows, shuffle
+from fedbayes.primitives.training import Training, descend, masked_mean, mean_loss, rows, shuffle
 
 BLOCK = 256
 """Rows whose features are computed at once."""
@@ -58,7 +58,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNPer(Algorithm[Server, Local, Down, Up]):
+class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
     """Federated averaging; each client mixes in the labels of its own nearest rows.
 
     >>> from fedbayes.models import mlp
@@ -86,6 +86,7 @@ class KNNPer(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("k", 1), ("fold", 2), ("capacity", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UserError(f"{name} is {value}, but it is at least {least}")

@@ -19,14 +19,14 @@ import dataclasses
 
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Algorithm, Data
+from fedbayes.algorithm import Data, NetworkAlgorithm
 from fedbayes.algorithms.fedper import Down, FedPer, Local, Server, Up
 from fedbayes.models import Model
-from fedbayes.training import Training
+from fedbayes.primitives.training import Training
 
 
 @dataclasses.dataclass(frozen=True)
-class LGFedAvg(Algorithm[Server, Local, Down, Up]):
+class LGFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """Each client has its own representation; the last layer is averaged.
 
     >>> from fedbayes.models import Categorical, mlp

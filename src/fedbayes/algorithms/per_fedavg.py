@@ -22,16 +22,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.algorithms.pfedme import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, descend, first_half, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, first_half, mean_loss, rows
 
 
 @dataclasses.dataclass(frozen=True)
-class PerFedAvg(Algorithm[Server, Local, Down, Up]):
+class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """Averaging of models that are meant to be good after one step on a client's own rows.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -53,6 +53,7 @@ class PerFedAvg(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.alpha >= 0:
             raise UserError(f"alpha is {self.alpha}, but it is a step size: give 0 or more")
         if self.adapt_steps < 1:

@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import bayesian, gaussian, trees
-from fedbayes.algorithm import Algorithm, Data, Mean, Sum
+from fedbayes import trees
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Sum
 from fedbayes.errors import UserError
-from fedbayes.gaussian import MeanField
 from fedbayes.models import Model
-from fedbayes.training import Training, rows
+from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.training import Training, rows
 
 
 class Server(NamedTuple):
@@ -61,7 +62,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PFedBayes(Algorithm[Server, Local, Down, Up]):
+class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
     """Each client has its own Gaussian network, whose prior is a Gaussian network that all share.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -91,10 +92,11 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
     """Fitting q in `adapt`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("personal_steps", "draws"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
-        bayesian.check(self.rho, self.zeta, self.train, self.tune)
+        gaussian_network.check(self.rho, self.zeta, self.train, self.tune)
         if not self.zeta >= 0 or not 0 < self.beta <= 1:
             raise UserError(f"zeta is {self.zeta} and beta {self.beta}; zeta is not negative, and beta above 0 and at most 1")
 
@@ -126,10 +128,10 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the client's q, or of w where it has none."""
-        return bayesian.predict(self.model, key, self._own(down, local), x, self.draws)
+        return gaussian_network.predict(self.model, key, self._own(down, local), x, self.draws)
 
     def _init(self, key: PRNGKeyArray) -> MeanField:
-        return bayesian.init(self.model, key, self.rho, self.spread)
+        return gaussian_network.init(self.model, key, self.rho, self.spread)
 
     def _own(self, down: Down, local: Local) -> MeanField:
         return trees.choose(local.own, local.q, down.w)
@@ -152,9 +154,9 @@ class PFedBayes(Algorithm[Server, Local, Down, Up]):
             return share * gaussian.kl(q, w)
 
         def fit(q: MeanField, key: PRNGKeyArray, pool: Any, batch: Data) -> Float[Array, ""]:
-            return rows(batch) * bayesian.loss(self.model, key, q, batch, pool, local=self.local_reparametrisation)
+            return rows(batch) * gaussian_network.loss(self.model, key, q, batch, pool, local=self.local_reparametrisation)
 
         pull = divergence if self.zeta else None
         following = None if fixed else divergence
         steps = self.personal_steps
-        return bayesian.follow(self.model, fit, pull, following, q, w, training, lr, key, data, steps)
+        return gaussian_network.follow(self.model, fit, pull, following, q, w, training, lr, key, data, steps)

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, Data, Params
+from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.training import Training, local_steps, mean_loss, rows
+from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
 
 
 class Local(NamedTuple):
@@ -38,7 +38,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PFedMe(Algorithm[Server, Local, Down, Up]):
+class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
     """Personal models, each held near a shared one that moves towards them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -64,6 +64,7 @@ class PFedMe(Algorithm[Server, Local, Down, Up]):
     """Whether every client counts the same, instead of by its rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.lam >= 0:
             raise UserError(f"lam is {self.lam}, but it weighs a squared distance: give 0 or more")
         if self.K < 1:

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedbayes import gaussian, variational
-from fedbayes.algorithm import Algorithm, Sum
+from fedbayes.algorithm import StructuredAlgorithm, Sum, fact
 from fedbayes.errors import UserError
-from fedbayes.gaussian import Natural
-from fedbayes.models.structured import Structured
-from fedbayes.variational import Family, Locals, Shared
+from fedbayes.primitives import gaussian, variational
+from fedbayes.primitives.gaussian import Natural
+from fedbayes.primitives.variational import Family, Locals, Shared
+from fedbayes.trees import Form
 
 HALVINGS = 10
 DRAWS = 256
@@ -74,8 +74,10 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PVI(Algorithm[Server, Local, Down, Up]):
+class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
     """Partitioned variational inference: the posterior of pooled data in few rounds."""
+
+    default_rounds: ClassVar[int] = 20
 
     population: Callable[[], Any]
     """Samples what all silos share."""
@@ -91,12 +93,14 @@ class PVI(Algorithm[Server, Local, Down, Up]):
     """Adam's step size at the start of a round's search."""
     decay: float = 0.01
     """What remains of it at the end of the search."""
-    rounds: int | None = None
+    rounds: int | None = fact("rounds")
     """Rounds of the run."""
-    silos: int | None = None
+    silos: int | None = fact("silos")
     """J, for the bound where some silos are absent; by default the silos of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
+    form: Form | None = fact("form")
+    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
     def __post_init__(self) -> None:
         if not self.family.full:
@@ -104,14 +108,9 @@ class PVI(Algorithm[Server, Local, Down, Up]):
         if self.family.encoder is not None:
             raise UserError("PVI has no θ, which an encoder's weights are; use SFVI or SFVI-Avg, or no encoder")
 
-    @property
-    def structured(self) -> Structured:
-        """The two functions as densities."""
-        return Structured(self.population, self.silo)
-
-    def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
+    def init_server(self, key: PRNGKeyArray) -> Server:
         """No factor, and the prior's moments for its own; the search starts at N(0, start² I)."""
-        shared = self.family.init_shared(key, self.structured, data)
+        shared = self.family.init_shared(key, self.structured, self.example)
         if shared.theta:
             raise UserError(f"PVI has no θ, but the model has {', '.join(shared.theta)}; give it a prior, or use SFVI")
         if self.rounds is None:
@@ -135,7 +134,7 @@ class PVI(Algorithm[Server, Local, Down, Up]):
         """q_j by a search of its own, and Δ_j."""
         factor = _times(local.factor, _power(local.change, down.accepted[local.round]))
         cavity = _times(down.q, _power(factor, -1.0))
-        start = (down.shared, variational.moved(local.eta, down.shared, local.centre))
+        start = (down.shared, self.eta(local, down.shared))
         optimiser = variational.adam(self.lr, self.decay, self.steps)
         (shared, eta), _, (_, value) = variational.local_search(
             self.family,
@@ -166,17 +165,27 @@ class PVI(Algorithm[Server, Local, Down, Up]):
         share = 1.0 if self.silos is None else self.silos / up.silos
         return Server(prior, factors, shared, accepted, server.round + 1, own + share * up.bound)
 
+    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
+        """The bound."""
+        return {"bound": server.bound}
+
+    def eta(self, local: Local, shared: Shared) -> Locals:
+        """η_L, moved from the μ_G that it was written with to that of `shared`."""
+        return variational.moved(local.eta, shared, local.centre)
+
+    def local_from(self, local: Local, eta: Locals, shared: Shared) -> Local:
+        """η_L of another fit, and its μ_G."""
+        return local._replace(eta=eta, centre=shared.eta.mean)
+
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """η_L of a silo that may never have trained, with q(Z_G) as it is."""
         arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        eta = variational.adapt(*arguments, key, down.shared, variational.moved(local.eta, down.shared, local.centre), data)
+        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
         return local._replace(eta=eta, centre=down.shared.eta.mean)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
         """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(
-            self.family, self.structured, key, down.shared, variational.moved(local.eta, down.shared, local.centre), x
-        )
+        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
 
     def _prior_factor(self, key: PRNGKeyArray, q: gaussian.Global) -> Natural:
         """Λ = −E_q ∇² log p and the shift for which E_q ∇ log t_0 = E_q ∇ log p."""

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes import variational
-from fedbayes.algorithm import Algorithm, Sum
-from fedbayes.models.structured import Structured
-from fedbayes.variational import Family, Locals, Noise, Shared
+from fedbayes.algorithm import StructuredAlgorithm, Sum, fact
+from fedbayes.primitives import variational
+from fedbayes.primitives.variational import Family, Locals, Noise, Shared
+from fedbayes.trees import Form
 
 
 class Server(NamedTuple):
@@ -59,8 +59,11 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SFVI(Algorithm[Server, Local, Down, Up]):
+class SFVI(StructuredAlgorithm[Server, Local, Down, Up]):
     """Structured federated variational inference over silos that each have their own latents."""
+
+    default_rounds: ClassVar[int] = 5000
+    starts_anywhere: ClassVar[bool] = True
 
     population: Callable[[], Any]
     """Samples what all silos share."""
@@ -72,21 +75,18 @@ class SFVI(Algorithm[Server, Local, Down, Up]):
     """Adam's step size, on the server and at the silos."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
-    rounds: int | None = None
+    rounds: int | None = fact("rounds")
     """Rounds of the run, over which the step size falls."""
-    silos: int | None = None
+    silos: int | None = fact("silos")
     """J; by default the silos of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
+    form: Form | None = fact("form")
+    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
-    @property
-    def structured(self) -> Structured:
-        """The two functions as densities."""
-        return Structured(self.population, self.silo)
-
-    def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
-        """N(0, start² I), and θ as the model has it; where only `silo` names a θ, the data of any silo tells it."""
-        shared = self.family.init_shared(key, self.structured, data)
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """N(0, start² I), and θ as the model has it."""
+        shared = self.family.init_shared(key, self.structured, self.example)
         return Server(shared, self._adam().init(shared), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
@@ -119,6 +119,10 @@ class SFVI(Algorithm[Server, Local, Down, Up]):
         gradient = jax.tree.map(lambda one, other: one + share * other, gradient, up.gradient)
         shared, optimiser = variational.ascend(self._adam(), server.shared, gradient, server.optimiser)
         return Server(shared, optimiser, own + share * up.bound)
+
+    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
+        """The bound."""
+        return {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """η_L of a silo that may never have trained, with q(Z_G) as it is."""

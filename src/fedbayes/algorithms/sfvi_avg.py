@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes import gaussian, variational
-from fedbayes.algorithm import Algorithm, Mean, Stack
+from fedbayes.algorithm import Mean, Stack, StructuredAlgorithm, fact
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
-from fedbayes.models.structured import Structured
-from fedbayes.variational import Family, Locals, Shared
+from fedbayes.primitives import gaussian, variational
+from fedbayes.primitives.variational import Family, Locals, Shared
+from fedbayes.trees import Form
 
 
 class Server(NamedTuple):
@@ -58,8 +58,10 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SFVIAvg(Algorithm[Server, Local, Down, Up]):
+class SFVIAvg(StructuredAlgorithm[Server, Local, Down, Up]):
     """SFVI that averages posteriors after local steps: few rounds, at a price in accuracy."""
+
+    default_rounds: ClassVar[int] = 50
 
     population: Callable[[], Any]
     """Samples what all silos share."""
@@ -73,21 +75,18 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
     """Adam's step size."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
-    rounds: int | None = None
+    rounds: int | None = fact("rounds")
     """Rounds of the run, over which the step size falls."""
-    rows: int | None = None
+    rows: int | None = fact("rows")
     """N, the observations of all silos; by default those of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
+    form: Form | None = fact("form")
+    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
-    @property
-    def structured(self) -> Structured:
-        """The two functions as densities."""
-        return Structured(self.population, self.silo)
-
-    def init_server(self, key: PRNGKeyArray, data: Any = None) -> Server:
-        """N(0, start² I), and θ as the model has it; where only `silo` names a θ, the data of any silo tells it."""
-        return Server(self.family.init_shared(key, self.structured, data), jnp.zeros(()))
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """N(0, start² I), and θ as the model has it."""
+        return Server(self.family.init_shared(key, self.structured, self.example), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """η_L for the latents that this silo's data asks for."""
@@ -105,7 +104,7 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
                 "rows is not set: SFVI-Avg scales a silo's term by N / N_j, so give N, the observations of all silos"
             )
         scale = self.rows / self.structured.rows(data)
-        start = (down.shared, variational.moved(local.eta, down.shared, local.centre))
+        start = (down.shared, self.eta(local, down.shared))
         (shared, eta), optimiser, (own, value) = variational.local_search(
             self.family,
             self.structured,
@@ -137,17 +136,27 @@ class SFVIAvg(Algorithm[Server, Local, Down, Up]):
             eta = gaussian.barycentre(up.mean, up.covariances)
         return Server(Shared(eta, up.theta), up.bound)
 
+    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
+        """The bound."""
+        return {"bound": server.bound}
+
+    def eta(self, local: Local, shared: Shared) -> Locals:
+        """η_L, moved from the μ_G that it was written with to that of `shared`."""
+        return variational.moved(local.eta, shared, local.centre)
+
+    def local_from(self, local: Local, eta: Locals, shared: Shared) -> Local:
+        """η_L of another fit, and its μ_G."""
+        return local._replace(eta=eta, centre=shared.eta.mean)
+
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """η_L of a silo that may never have trained, with q(Z_G) as it is."""
         arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        eta = variational.adapt(*arguments, key, down.shared, variational.moved(local.eta, down.shared, local.centre), data)
+        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
         return local._replace(eta=eta, centre=down.shared.eta.mean)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
         """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(
-            self.family, self.structured, key, down.shared, variational.moved(local.eta, down.shared, local.centre), x
-        )
+        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
 
     def _adam(self) -> optax.GradientTransformation:
         return variational.adam(self.lr, self.decay, None if self.rounds is None else self.rounds * self.steps)

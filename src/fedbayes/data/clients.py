@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from fedbayes.algorithm import Data
+from fedbayes.data import describe, store
 from fedbayes.data.layout import Column, Layout
 from fedbayes.data.rows import blocks, check_finite, identify, release, split, take, targets
 from fedbayes.errors import UserError
+from fedbayes.sheets import listing
 
 UNSEEN = 0x0FF  # in front of the seed, so that who is held out has nothing to do with who is drawn for a round
 
@@ -83,9 +86,8 @@ class Clients:
         return f"Clients({self.name}: {len(self)} clients{unseen}, {len(self.x)} rows of {self.shape}, {target})"
 
     def _repr_html_(self) -> str:
-        from fedbayes import notebook
-
-        return notebook.clients(self)
+        headings, *lines = describe.table(self)
+        return listing(repr(self), headings, lines, describe.note(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +107,12 @@ class Clients:
     @property
     def facts(self) -> dict[str, int]:
         """What an algorithm may know of a run before it: how many clients may train, N, and how many rows they have, D."""
-        return {"N": len(self.participants), "D": int(self.train_counts[self.participants].sum())}
+        return {"clients": len(self.participants), "rows": int(self.train_counts[self.participants].sum())}
+
+    @property
+    def example(self) -> Data:
+        """The first client's training rows, for the shapes of what is sent (`wire.manifest`)."""
+        return jax.tree.map(lambda leaf: leaf[0], self.train([0], max(2, int(self.train_counts[0]))))
 
     def train(self, ids: Sequence[Any] | np.ndarray, length: int, slots: int | None = None) -> Data:
         """Training rows of some clients, each padded to `length` rows, and with empty clients to `slots` clients."""
@@ -369,13 +376,9 @@ class Clients:
 
     def save(self, folder: Path | str) -> None:
         """Write the clients to a new folder, whole or not at all; `Clients.load` maps it."""
-        from fedbayes.data.store import save
-
-        save(self, Path(folder))
+        store.save(self, Path(folder))
 
     @classmethod
     def load(cls, folder: Path | str) -> Clients:
         """The clients that `save` wrote; their rows stay in the file until they are gathered."""
-        from fedbayes.data.store import load
-
-        return load(Path(folder))
+        return cls(**store.load(Path(folder)))

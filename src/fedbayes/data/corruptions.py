@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbayes.data.clients import Clients
 from fedbayes.data.partitions import parse
-from fedbayes.data.tables import assign
+from fedbayes.data.table import assign
 from fedbayes.errors import UserError
 
 KINDS = (

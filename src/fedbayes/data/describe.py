@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbayes.data.clients import Clients
 from fedbayes.data.rows import blocks
 
 SHOWN = 20
@@ -15,9 +14,10 @@ COLUMNS = 12
 """Classes with a column of their own."""
 
 
-def label_counts(clients: Clients) -> np.ndarray:
+def label_counts(clients: Any) -> np.ndarray:
     """(N, k): how many rows of each class each client has.
 
+    >>> from fedbayes.data import Clients
     >>> clients = Clients.build(np.ones((4, 1)), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
     >>> label_counts(clients).tolist()
     [[1, 1], [0, 2]]
@@ -47,9 +47,10 @@ class Facts(NamedTuple):
     """5, 25, 50, 75 and 95 % of a numeric target."""
 
 
-def facts(clients: Clients, most: int | None = None) -> Facts:
+def facts(clients: Any, most: int | None = None) -> Facts:
     """Who has how many rows of which labels; more than `most` clients times classes are left out.
 
+    >>> from fedbayes.data import Clients
     >>> clients = Clients.build(np.ones((4, 1)), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
     >>> facts(clients).labels
     [[1, 1], [0, 2]]
@@ -74,10 +75,11 @@ def facts(clients: Clients, most: int | None = None) -> Facts:
     )
 
 
-def describe(clients: Clients) -> str:
+def describe(clients: Any) -> str:
     """A few lines on all clients, and a table with a line for each, or for the first ones if they are many.
 
     >>> y = np.array([0, 1, 1, 0, 1, 0])
+    >>> from fedbayes.data import Clients
     >>> clients = Clients.build(np.ones((6, 3)), y, np.array(list("aaaabb")), classes=["no", "yes"])
     >>> print(describe(clients.hold_out(1)))
     data: 2 clients, 1 of them unseen
@@ -107,7 +109,7 @@ def describe(clients: Clients) -> str:
     return "\n".join([*lines, *filter(None, [note(clients)])])
 
 
-def table(clients: Clients) -> list[list[str]]:
+def table(clients: Any) -> list[list[str]]:
     """A heading, a line for each client or for the first ones if they are many, and a line for all."""
     shown = _shown(clients)
     if clients.classes is None:
@@ -127,12 +129,12 @@ def table(clients: Clients) -> list[list[str]]:
     return lines
 
 
-def note(clients: Clients) -> str:
+def note(clients: Any) -> str:
     """What a mark in the table means, where there is one."""
     return "* unseen: never trains" if clients.unseen[: _shown(clients)].any() else ""
 
 
-def _shown(clients: Clients) -> int:
+def _shown(clients: Any) -> int:
     return len(clients) if len(clients) <= SHOWN else SHOWN - 2
 
 
@@ -144,7 +146,7 @@ def _many_classes(classes: tuple[str, ...], counts: np.ndarray, shown: int) -> t
     return ["classes", "most frequent", "share"], [cells(row) for row in counts[:shown]], cells(counts.sum(0))
 
 
-def _numbers(clients: Clients, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
+def _numbers(clients: Any, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
     def cells(y: np.ndarray) -> list[str]:
         return [f"{value:.4g}" for value in (y.mean(), y.std(), y.min(), y.max())]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedbayes.data.layout import Column, Layout
-from fedbayes.data.tables import Options, Table, encode
+from fedbayes.data.table import Options, Table, encode
 from fedbayes.errors import UserError, nearest
 
 FORMATS = "a .npz, .csv, .tsv or .parquet file, a folder of IDX files, of LEAF's train/*.json, or one that Clients.save wrote"

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fedbayes.data.layout import Column, Layout
-from fedbayes.data.tables import Options, Table, encode
+from fedbayes.data.table import Options, Table, encode
 from fedbayes.errors import UserError, nearest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.data.tables import Options, Table, encode
+from fedbayes.data.table import Options, Table, encode
 from fedbayes.errors import UserError, nearest
 
 INSTALL = "install it with: pip install 'fedbayes[hub]'"

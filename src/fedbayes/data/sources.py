@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbayes.data import files, named
+from fedbayes.data import catalogue, files
 from fedbayes.data.clients import Clients
 from fedbayes.data.store import MANIFEST
 from fedbayes.data.synthetic import synthetic
-from fedbayes.data.tables import Missing, Options, Table, Task
+from fedbayes.data.table import Missing, Options, Table, Task
 from fedbayes.errors import UserError, nearest
 
 
@@ -99,7 +99,7 @@ def load(
     return built.standardised(table.pooled) if standardise else built
 
 
-NAMES = (*named.SETS, "synthetic")
+NAMES = (*catalogue.SETS, "synthetic")
 """The data sets that `load` knows by name."""
 
 
@@ -108,12 +108,12 @@ def _read(spec: str, path: Path, options: Options, name: str) -> Table:
         from fedbayes.data.hub import read as read_hub
 
         return read_hub(spec.removeprefix("hub:"), options)
-    if spec in named.SETS:
+    if spec in catalogue.SETS:
         if options.client_column or options.target or options.test_column or options.ignore:
             raise UserError(
                 f"{spec} has fixed columns; client_column, target, test_column and ignore are for files of your own"
             )
-        return named.SETS[spec](options)
+        return catalogue.SETS[spec](options)
     if path.exists():
         return files.read(path, options, name)
     if path.suffix or len(path.parts) > 1:

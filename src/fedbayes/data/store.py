@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Column, Layout
 from fedbayes.data.rows import blocks
 from fedbayes.errors import UserError
@@ -20,7 +19,7 @@ MANIFEST = "clients.json"
 ARRAYS = ("x", "y", "offsets", "train_counts", "names", "unseen", "shift", "scale")
 
 
-def save(clients: Clients, folder: Path) -> None:
+def save(clients: Any, folder: Path) -> None:
     """Write to a folder beside `folder`, then rename it."""
     with new_folder(folder) as writing:
         for name in ARRAYS:
@@ -32,8 +31,8 @@ def save(clients: Clients, folder: Path) -> None:
         write_manifest(writing.path, clients.name, clients.classes, clients.features, clients.layout)
 
 
-def load(folder: Path) -> Clients:
-    """Map what `save` wrote."""
+def load(folder: Path) -> dict[str, Any]:
+    """The fields of `Clients` that `save` wrote, the rows mapped."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
@@ -44,15 +43,15 @@ def load(folder: Path) -> Clients:
         raise UserError(f"{folder} does not hold complete clients ({error}); write it again with Clients.save") from error
     # What is small and asked for at every round stays in memory.
     small = {key: np.array(array) for key, array in arrays.items() if key not in ("x", "y")}
-    return Clients(
-        x=arrays["x"],
-        y=arrays["y"],
+    return {
+        "x": arrays["x"],
+        "y": arrays["y"],
         **small,
-        classes=None if classes is None else tuple(classes),
-        features=None if features is None else tuple(features),
-        name=name,
-        layout=layout,
-    )
+        "classes": None if classes is None else tuple(classes),
+        "features": None if features is None else tuple(features),
+        "name": name,
+        "layout": layout,
+    }
 
 
 def write_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -34,7 +34,7 @@ class Block(NamedTuple):
     """The first label that is none of the classes, and its row."""
 
 
-class Rows:
+class RowReader:
     """The rows of a file. `ignored` are columns that are of no use, `labelled` says whether the target is there."""
 
     def __init__(

@@ -7,29 +7,29 @@ and not counted. After each round the state is on the disk; a run that is starte
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import keys, reduce, trees, wire
-from fedbayes.algorithm import Reduce
-from fedbayes.cohort import AnyAlgorithm, broadcast, server_step
+from fedbayes import trees, wire
+from fedbayes.algorithm import Reduce, declared
 from fedbayes.deploy.experiment import Experiment
+from fedbayes.engine import keys, reduce
+from fedbayes.engine import round as steps
+from fedbayes.engine.round import Round
 from fedbayes.errors import UserError
-from fedbayes.evaluate import Score, is_numeric, summary
-from fedbayes.runs import SCHEMA, describe, locked, title, write, writing
-from fedbayes.simulator import drawn
-from fedbayes.stances import likelihood_of, no_scores
+from fedbayes.evaluation.assess import no_scores
+from fedbayes.evaluation.score import Score, summary
+from fedbayes.models.predictive import is_numeric
+from fedbayes.results.folder import SCHEMA, Run, describe, locked
+from fedbayes.results.loop import run_rounds
 
 log = logging.getLogger("fedbayes")
 PAUSE = 0.5
@@ -85,16 +85,30 @@ class Coordinator:
     """
 
     def __init__(self, experiment: Experiment, folder: Path | str) -> None:
-        self.experiment, self.folder = experiment, Path(folder)
-        self.state, self.round = experiment.server(), 0
-        self.counted = dict.fromkeys(range(experiment.sites), 0)
-        self.run = secrets.token_hex(8)
-        self.history: list[dict[str, Any]] = []
+        self.experiment, self.algorithm, self.folder = experiment, experiment.algorithm, Path(folder)
+        self.state, self.round, self.local = experiment.server(), 0, Counted(experiment.sites)
         wire.check(wire.manifest(experiment.algorithm, experiment.example))
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / "checkpoint.safetensors").exists():
-            self._restore()
+        config = {
+            "algorithm": self.algorithm.title,
+            "options": describe(self.algorithm),
+            "experiment": experiment.fingerprint,
+            "rounds": experiment.rounds,
+            "sites": experiment.sites,
+            "seed": experiment.seed,
+        }
+        self.kept = Run(self.folder, config, resume=True)
+        self.history: list[dict[str, Any]] = self.kept.restore(self)
+        self._post: Post | None = None
+
+    @property
+    def run(self) -> str:
+        """The run's name, which its messages carry."""
+        return self.local.run
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """The last round of each site that was counted."""
+        return self.local.rounds
 
     def finish(self, post: Post) -> dict[str, Any]:
         """All rounds that are left, then every site's score; gives the result, which is in result.json too."""
@@ -103,11 +117,11 @@ class Coordinator:
                 log.info("going on after round %d", self.round)
             tries = 0
             while self.round < self.experiment.rounds:
+                before = self.round
                 try:
-                    self.step(post)
-                    tries = 0
+                    self._run(post, self.experiment.rounds)
                 except TooFew as problem:
-                    tries += 1
+                    tries = 1 if self.round > before else tries + 1
                     if tries == TRIES:
                         raise
                     log.warning("%s; it is tried again", problem)
@@ -115,7 +129,24 @@ class Coordinator:
 
     def step(self, post: Post) -> None:
         """One round. Fewer answers than the minimum leave everything as it was."""
-        round = self.round + 1
+        self._run(post, self.round + 1)
+
+    def _run(self, post: Post, rounds: int) -> None:
+        def record(entry: dict[str, Any]) -> None:
+            self.history.append({"round": entry["round"], "sites": self.local.answered, **entry})
+            self.kept.log(self.history[-1])
+
+        self._post = post
+        run_rounds(self, rounds, record, self.kept)
+
+    def advance(self, rounds: int) -> Iterator[Round]:
+        """Run some rounds over the post."""
+        for _ in range(rounds):
+            yield self._one_round()
+
+    def _one_round(self) -> Round:
+        assert self._post is not None
+        post, round, began = self._post, self.round + 1, time.perf_counter()
         key = keys.of_round(self.experiment.seed, round)
         cohort = self.chosen(round)
         least = min(self.experiment.minimum or len(cohort), len(cohort))
@@ -126,19 +157,18 @@ class Coordinator:
                 "start the others, or lower `minimum`"
             )
         partial, stacks, answered = None, {}, []
-        largest: dict[str, float] = {}  # what the sums may have come to
+        largest: dict[str, float] = {}  # bounds on the running sums
         for reply in post.ask(self._request("round", round, key, present), self.experiment.patience):
             number = reply.site
             try:
                 if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
                 up, largest = self._accept(reply, round, largest)
-                partial = reduce.empty_here(self.experiment.up) if partial is None else partial
-                reduce.add_here(partial, up)
+                partial = steps.accumulate(reduce.empty(self.experiment.up) if partial is None else partial, up)
             except UserError as problem:
                 log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue
-            stacks[number] = jax.tree.map(lambda leaf: leaf[None], reduce.stacked(up))
+            stacks[number] = reduce.stacked(up)
             answered.append(number)
             del up, reply  # they are large, and the next one is on its way
         if missing := sorted(set(cohort) - set(answered)):
@@ -148,18 +178,15 @@ class Coordinator:
                 f"round {round}: {len(answered)} of {len(cohort)} sites gave an answer that counts, but {least} are needed; "
                 "the state after the round before is kept"
             )
-        stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(stacks[number] for number in sorted(stacks)))
-        partial = jax.tree.map(jnp.from_dlpack, partial)  # taken over as it is
-        state, metrics, fine = _closed(self.experiment.algorithm, key, self.state, partial, stacked)
+        stacked = steps.stack([stacks[number] for number in sorted(stacks)])
+        state, metrics, fine = steps.close(self.algorithm, key, self.state, None, partial, stacked)
         if not bool(fine):
             raise UserError(f"round {round}: the server's state is no longer finite; try a smaller step size")
         self.state, self.round = state, round
-        del partial, stacked, state  # before the checkpoint, which is large too
-        for number in answered:
-            self.counted[number] = round
-        self.history.append({"round": round, "sites": sorted(answered), **{k: float(v) for k, v in metrics.items()}})
-        self._checkpoint()
-        log.info("round %d of %d: sites %s", round, self.experiment.rounds, _list(sorted(answered)))
+        self.local.count(answered, round)
+        log.info("round %d of %d: sites %s", round, self.experiment.rounds, _list(self.local.answered))
+        trace = {name: np.asarray(value)[None] for name, value in metrics.items()}
+        return Round(round, np.array(self.local.answered), trace, time.perf_counter() - began)
 
     def conclude(self, post: Post) -> dict[str, Any]:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
@@ -167,43 +194,42 @@ class Coordinator:
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
         request = self._request("score", self.round, key, everyone)
         networked = self.experiment.networked
-        stances = self.experiment.stances if networked else ()
-        scores = {stance: no_scores(self.experiment.sites) for stance in stances}
+        modes = self.experiment.modes if networked else ()
+        scores = {mode: no_scores(self.experiment.sites) for mode in modes}
         scored = []
         for reply in post.ask(request, self.experiment.patience):
             try:
                 if reply.problem is not None:
                     raise Refused(reply.problem)
-                template = {stance: jax.tree.map(lambda leaf: leaf[0], scores[stance]) for stance in stances}
+                template = {mode: jax.tree.map(lambda leaf: leaf[0], scores[mode]) for mode in modes}
                 found = wire.assemble(reply.arrays, template, "the score", finite=True) if reply.arrays else {}
             except UserError as problem:
                 log.warning("the score of site %d is refused: %s", reply.site, problem)
                 continue
             scored.append(reply.site)
-            for stance, one in found.items():
-                for column, value in zip(scores[stance], one, strict=True):
+            for mode, one in found.items():
+                for column, value in zip(scores[mode], one, strict=True):
                     column[reply.site] = value
         result: dict[str, Any] = {
             "schema": SCHEMA,
-            "algorithm": title(self.experiment.algorithm),
+            "algorithm": self.experiment.algorithm.title,
             "options": describe(self.experiment.algorithm),
             "rounds": self.round,
             "seed": self.experiment.seed,
-            "run": self.run,
             "sites": sorted(scored),
-            "counted": {str(number): last for number, last in self.counted.items()},
+            **self.local.commit(self.round),
         }
         if networked:
-            numeric = is_numeric(likelihood_of(self.experiment.algorithm))
-            result["metrics"] = {stance: {"participating": summary(Score(*one), numeric)} for stance, one in scores.items()}
+            numeric = is_numeric(self.experiment.network.likelihood)
+            result["metrics"] = {mode: {"participating": summary(Score(*one), numeric)} for mode, one in scores.items()}
         if scored or not (self.folder / "result.json").exists():
-            write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
+            self.kept.finish(result)
         return result
 
     def chosen(self, round: int) -> list[int]:
         """The sites of a round, as the simulator draws them."""
-        draw, sites = np.random.default_rng([self.experiment.seed, round]), self.experiment.sites
-        return drawn(draw, np.arange(sites), self.experiment.cohort or sites).tolist()
+        sites = self.experiment.sites
+        return steps.take_part(self.experiment.seed, round, np.arange(sites), self.experiment.cohort or sites).tolist()
 
     def _present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
         """The sites of a cohort that can be reached: all, or after some grace enough of them, or when patience ends what is."""
@@ -217,13 +243,13 @@ class Coordinator:
 
     def _request(self, kind: str, round: int, key: Any, sites: list[int]) -> Request:
         """The broadcast for some sites; nobody but the request keeps it."""
-        down = broadcast(self.experiment.algorithm, key, self.state)
+        down = steps.broadcast(self.algorithm, key, self.state)
         told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(down).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})
 
     def _accept(self, reply: Reply, round: int, largest: dict[str, float]) -> tuple[Any, dict[str, float]]:
-        """An upload that is as declared, and what the sums, which were up to `largest`, may come to with it."""
+        """Validate a reply; return it with updated bounds on the running sums."""
         if reply.problem is not None:
             raise Refused(reply.problem)
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
@@ -246,38 +272,31 @@ class Coordinator:
         """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
         return [leaf for field in up._fields if field != "weight" for leaf in jax.tree.leaves(getattr(up, field))]
 
-    def _checkpoint(self) -> None:
-        facts = {
-            "round": self.round,
-            "run": self.run,
-            "counted": {str(number): last for number, last in self.counted.items()},
-            "fingerprint": self.experiment.fingerprint,
-        }
-        write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in self.history).encode())
-        write(self.folder / "checkpoint.safetensors", wire.pack(jax.device_get(self.state), facts))
 
-    def _restore(self) -> None:
-        path = self.folder / "checkpoint.safetensors"
-        content = path.read_bytes()
-        state = wire.unpack(content, jax.device_get(self.state), f"the checkpoint {path}", finite=True)
-        facts = wire.metadata(content)
-        if facts.get("fingerprint") != self.experiment.fingerprint:
-            raise UserError(f"{self.folder} holds the run of another experiment; choose another folder, or remove that one")
-        self.state, self.round, self.run = jax.device_put(state), facts["round"], facts["run"]
-        self.counted = {int(number): last for number, last in facts["counted"].items()}
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines() if (self.folder / "metrics.jsonl").exists() else []
-        self.history = [entry for entry in map(json.loads, lines) if entry["round"] <= self.round]
+class Counted:
+    """Who was counted when, which a checkpoint keeps: a site that counts on from another round is told to go back."""
 
+    def __init__(self, sites: int) -> None:
+        self.run, self.rounds, self.answered = secrets.token_hex(8), dict.fromkeys(range(sites), 0), list[int]()
 
-@functools.partial(jax.jit, static_argnums=0)
-def _closed(algorithm: AnyAlgorithm, key: Any, server: Any, partial: reduce.Partial, stacks: dict[str, Any]) -> Any:
-    """`server_step` with the broadcast made once more, as none is kept while sites work."""
-    return server_step(algorithm, key, server, broadcast(algorithm, key, server), partial, stacks)
+    def count(self, sites: Sequence[int], round: int) -> None:
+        """These sites answered in a round."""
+        self.answered = sorted(sites)
+        self.rounds.update(dict.fromkeys(sites, round))
+
+    def commit(self, round: int) -> dict[str, Any]:
+        """What the checkpoint keeps."""
+        return {"run": self.run, "counted": {str(number): last for number, last in self.rounds.items()}}
+
+    def restore(self, round: int, kept: Any) -> None:
+        """Take up what a checkpoint kept; without one, nobody has been counted."""
+        if kept is not None:
+            self.run, self.rounds = str(kept["run"]), {int(number): int(last) for number, last in kept["counted"].items()}
 
 
 def weight_of(path: str, up: Any) -> float:
     """How much an upload's array counts in its sum."""
-    mean = reduce.declared(type(up))[path.split("/")[0]] is Reduce.MEAN
+    mean = declared(type(up))[path.split("/")[0]] is Reduce.MEAN
     return float(getattr(up, "weight", 1.0)) if mean else 1.0
 
 

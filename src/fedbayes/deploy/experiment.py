@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import keys, provenance, trees
-from fedbayes.algorithm import Data
-from fedbayes.cohort import AnyAlgorithm
+from fedbayes import trees
+from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, Data, NetworkAlgorithm, plan
 from fedbayes.data.clients import Clients
+from fedbayes.engine import keys
+from fedbayes.engine import round as steps
+from fedbayes.engine.clients import fresh_state
 from fedbayes.errors import UserError
-from fedbayes.runs import describe, title
+from fedbayes.results.folder import describe
+from fedbayes.wire import provenance
 
 
 class SiteData(NamedTuple):
@@ -64,7 +67,7 @@ class Experiment:
         patience: Seconds that a round waits for its sites.
         norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
         weight: Largest weight of an upload, such as the most rows that a site may have.
-        stances: In which stances sites are scored at the end; none for structured models.
+        modes: In which modes sites are scored at the end; none for structured models.
     """
 
     algorithm: AnyAlgorithm
@@ -78,9 +81,10 @@ class Experiment:
     patience: float = 600.0
     norm: float | None = None
     weight: float | None = None
-    stances: tuple[str, ...] = ("global", "personal", "adapted")
+    modes: tuple[str, ...] = ("global", "personal", "adapted")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "algorithm", plan(self.algorithm, {"form": trees.take_apart(self.example)[0]}))
         for name in ("rounds", "sites"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
@@ -98,20 +102,27 @@ class Experiment:
     @property
     def networked(self) -> bool:
         """Whether sites hold rows for a network, and not a silo's data for a structured model."""
-        return isinstance(self.example, Data)
+        return isinstance(self.algorithm, NetworkAlgorithm)
+
+    @property
+    def network(self) -> AnyNetwork:
+        """The algorithm, where it trains a network."""
+        if not isinstance(self.algorithm, NetworkAlgorithm):
+            raise UserError(f"{self.algorithm.title} fits a structured model; this is for networks")
+        return self.algorithm
 
     def server(self) -> Any:
         """The server's state before round 1; it is not kept, as it may be large."""
         server_key, _ = keys.of_start(self.seed)
-        given = () if self.networked else (self.example,)
-        return trees.strong(self.algorithm.init_server(server_key, *given))
+        return trees.strong(self.algorithm.init_server(server_key))
 
     def local(self, data: Any) -> Any:
         """What a site keeps before its first round."""
-        rows = data
+        _, key = keys.of_start(self.seed)
         if self.networked:  # as in the simulator, whatever the number of a client's rows
-            rows = Data(jnp.zeros((1, *data.x.shape[1:]), data.x.dtype), jnp.zeros(1, data.y.dtype), jnp.ones(1, bool))
-        return trees.strong(self.algorithm.init_local(keys.of_start(self.seed)[1], rows))
+            return fresh_state(self.network, key, data.x.shape[1:], data.x.dtype, data.y.dtype)
+        form, arrays = trees.take_apart(data)
+        return steps.init_local(self.algorithm, form, key, arrays)
 
     @functools.cached_property
     def down(self) -> Any:
@@ -143,6 +154,6 @@ class Experiment:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
-        told = [title(self.algorithm), describe(self.algorithm), self.seed, self.rounds, self.sites]
+        told = [self.algorithm.title, describe(self.algorithm), self.seed, self.rounds, self.sites]
         settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return settings + provenance.digest(self._program[0])

@@ -26,10 +26,10 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.inflatable import inflatable_utils
 
 from fedbayes import __version__, trees, wire
-from fedbayes.cli import keep_compiled
 from fedbayes.deploy.coordinator import Coordinator, Reply, Request
 from fedbayes.deploy.experiment import Experiment
 from fedbayes.deploy.site import Site
+from fedbayes.engine.compile_cache import keep_compiled
 from fedbayes.errors import UserError
 
 log = logging.getLogger("fedbayes")

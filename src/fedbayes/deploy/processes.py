@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbayes.deploy.certificates import make_certificates, make_key
+from fedbayes.deploy.tls import make_certificates, make_key
 from fedbayes.errors import UserError
 
 QUIET = {

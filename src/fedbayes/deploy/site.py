@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import keys, wire
+from fedbayes import wire
 from fedbayes.data.layout import Layout
 from fedbayes.deploy.experiment import Experiment, SiteData
+from fedbayes.engine import keys
+from fedbayes.engine import round as steps
+from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
-from fedbayes.evaluate import Score
-from fedbayes.posterior import Posterior, Rows
-from fedbayes.runs import locked, write, writing
-from fedbayes.silos import one_silo
-from fedbayes.stances import adapted, likelihood_of, scored
-from fedbayes.states import States
+from fedbayes.evaluation.assess import adapted, scored
+from fedbayes.evaluation.score import Score
+from fedbayes.results.folder import locked, write, writing
+from fedbayes.results.posterior import Posterior, RowSpec
 from fedbayes.trees import take_apart
 
 
@@ -57,7 +58,7 @@ class Site:
         states = self._states(run, counted)
         local = self._own(states)
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
-        up, new, fine = one_silo(self.experiment.algorithm, self.form, key, down, local, self.arrays)
+        up, new, fine = steps.client(self.experiment.algorithm, self.form, key, down, local, self.arrays)
         if not bool(fine):
             raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
         states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
@@ -65,7 +66,7 @@ class Site:
         return jax.device_get(up)
 
     def score(self, run: str, round: int, counted: int, down: Any) -> dict[str, Score]:
-        """The site's test rows scored in each stance, as sums; the broadcast is kept for `personal`."""
+        """The site's test rows scored in each mode, as sums; the broadcast is kept for `personal`."""
         self.keep(run, round, counted, down)
         if self.data.test is None:
             return {}
@@ -73,11 +74,11 @@ class Site:
         key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
         own, fresh = self._own(states), self.experiment.local(self.data.train)
         found = {}
-        for stance in self.experiment.stances:
-            local = {"global": fresh, "personal": own}.get(stance)
+        for mode in self.experiment.modes:
+            local = {"global": fresh, "personal": own}.get(mode)
             if local is None:
                 local = _adapted(self.experiment.algorithm, key, down, own, self.data.train)
-            found[stance] = jax.device_get(_scored(self.experiment.algorithm, key, down, local, self.data.test))
+            found[mode] = jax.device_get(_scored(self.experiment.algorithm, key, down, local, self.data.test))
         return found
 
     def keep(self, run: str, round: int, counted: int, down: Any) -> None:
@@ -103,11 +104,11 @@ class Site:
     def posterior(self, *, adapted: bool = False) -> Posterior:
         """The site's own model of its latest run, to predict with or to save."""
         down, local = self.personal(adapted=adapted)
-        outputs = getattr(likelihood_of(self.experiment.algorithm), "classes", None)
+        outputs = getattr(self.experiment.network.likelihood, "classes", None)
         classes = None if outputs is None else tuple(map(str, range(outputs)))
-        rows = Rows(self.data.train.x.shape[1:], classes, Layout())
+        rows = RowSpec(self.data.train.x.shape[1:], classes, Layout())
         made = {"for": f"site {self.number}", "experiment": self.experiment.fingerprint}
-        return Posterior(self.experiment.algorithm, down, local, jax.random.key(self.experiment.seed), rows, made)
+        return Posterior(self.experiment.network, down, local, jax.random.key(self.experiment.seed), rows, made)
 
     def _folder(self, run: str) -> Path:
         if not run.isalnum():

@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Params
 from fedbayes.errors import UserError
 from fedbayes.models.likelihoods import Likelihood, Normal
+from fedbayes.trees import Params
 
 Apply = Callable[[Params, Shaped[Array, "n ..."]], Float[Array, "n k"]]
 P = ParamSpec("P")

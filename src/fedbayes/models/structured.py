@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpyro.distributions import biject_to
 
-from fedbayes import provenance
 from fedbayes.errors import UserError
 from fedbayes.models.sites import (
     NO_PLATE,
@@ -266,30 +265,6 @@ def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) ->
             _known.clear()
         _known[key] = find()
     return _known[key]
-
-
-def inseparable(structured: Structured, data: Any) -> str:
-    """Why draws cannot be weighed plate by plate, if so: a site that reads the latents of a plate it does not lie in."""
-    plates, real = structured.plates(data), jnp.zeros(0).dtype
-    shapes = {name: jax.ShapeDtypeStruct((plates[name].size, d), real) for name, (_, d) in structured.blocks(data).items()}
-    z_G, theta = jax.ShapeDtypeStruct((structured.size(),), real), structured.theta(data)
-
-    def terms(z_G: Any, z_L: Any) -> Any:
-        return structured.log_silo(theta, z_G, z_L, data)
-
-    found = jax.eval_shape(terms, z_G, shapes)
-    for name, flow in zip(sorted(found), provenance.trace(terms, {"z_G": z_G, "z": shapes}), strict=True):
-        others = {place.partition("/")[2] for place in flow.depends if place.startswith("z/")} - {name, ""}
-        if others:
-            where = f"plate {name!r}" if name else "no plate"
-            return f"a site in {where} depends on latents of plate {sorted(others)[0]!r}"
-    # Within a plate only numbers tell: terms of even elements must not change with the latents of odd ones.
-    z = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(1), leaf.shape), shapes)
-    even = {name: (jnp.arange(leaf.size) % 2 == 0).astype(real) for name, leaf in found.items()}
-    (at_z,) = jax.jit(lambda z: jax.vjp(lambda z: terms(jnp.zeros(z_G.shape), z), z)[1](even))(z)
-    for name in [name for name in shapes if name and jnp.any(jnp.nan_to_num(at_z[name][1::2]) != 0)]:
-        return f"an element of plate {name!r} depends on another one's latents"
-    return ""
 
 
 def encode(encoder: Callable[[Any], Any], theta: Values, data: Any, indices: Values | None = None) -> tuple[Any, Values]:

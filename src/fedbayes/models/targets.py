@@ -11,9 +11,9 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from fedbayes.algorithm import Params
 from fedbayes.models.likelihoods import Likelihood, Normal, Poisson
 from fedbayes.models.model import Apply, Model, after, remembered
+from fedbayes.trees import Params
 
 
 @remembered

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from fedbayes.report.posterior import COLOURS
+from fedbayes.results.pictures import COLOURS
 
 
 class Prose(NamedTuple):

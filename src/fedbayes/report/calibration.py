@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedbayes.errors import UserError
-from fedbayes.evaluate import BINS, Score, metrics
-from fedbayes.report.posterior import COLOURS
+from fedbayes.evaluation.score import BINS, Score, metrics
+from fedbayes.results.pictures import COLOURS
 
 
 def reliability(methods: Mapping[str, Score]) -> Figure:
@@ -19,9 +19,9 @@ def reliability(methods: Mapping[str, Score]) -> Figure:
     surer than they should be. Each score is one client's, or several clients' `pooled`.
 
     >>> import fedbayes as fb
-    >>> from fedbayes.evaluate import pooled
+    >>> from fedbayes.evaluation.score import pooled
     >>> clients = fb.data.load("digits", hold_out=4)
-    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5, stances=("global",))
+    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5, modes=("global",))
     >>> len(reliability({"FedAvg": pooled(fit.evaluation.scores["global"])}).axes)
     2
     """

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedbayes.evaluate import BINS, Score
-from fedbayes.report.posterior import COLOURS, STYLES, tail
+from fedbayes.evaluation.score import BINS, Score
+from fedbayes.results.pictures import COLOURS, STYLES, tail
 
 SIZE = (3.5, 2.5)
 """Inches: as wide as a telephone, so that text need not shrink."""
@@ -80,7 +80,7 @@ def _legend(figure: Figure, axes: Any) -> None:
 
 
 def in_order(title: str, values: Mapping[str, np.ndarray], styles: Mapping[str, int], worst_first: bool) -> Figure:
-    """Each client's figure, the worst client first, a line for each stance; the worst tenth is shaded."""
+    """Each client's figure, the worst client first, a line for each mode; the worst tenth is shaded."""
     figure, axes = _panel(title)
     count = max(map(len, values.values()))
     axes.axvspan(0, -(-count // 10) + 0.5 if count > 1 else 1.5, color=COLOURS[1], alpha=0.12, linewidth=0)
@@ -111,7 +111,7 @@ def levels(score: Score, title: str) -> Figure:
 
 
 def parts_of_uncertainty(title: str, parts: Mapping[str, tuple[float, float]], unit: str) -> Figure:
-    """Aleatoric and epistemic uncertainty, one bar for each stance."""
+    """Aleatoric and epistemic uncertainty, one bar for each mode."""
     figure, axes = _panel(title, (3.5, 1.15 + 0.32 * len(parts)))
     aleatoric, epistemic = np.array(list(parts.values())).T
     axes.barh(list(parts), aleatoric, color=COLOURS[0], alpha=0.75, height=0.6, label="aleatoric")

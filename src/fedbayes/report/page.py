@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fedbayes import __version__
 from fedbayes.errors import UserError
-from fedbayes.report import blocks, comparison, posteriors, predictions, sections
+from fedbayes.report import blocks, compared, predictions, sections, structured
 from fedbayes.report.records import Record, find, load
-from fedbayes.runs import write
+from fedbayes.results.folder import write
 
 
 def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -30,7 +30,7 @@ def single(record: Record) -> str:
     """The page of one run."""
     first, last = [sections.what_was_run(record)], [sections.sent(record), sections.time(record)]
     if record.structured:
-        middle = [posteriors.posterior(record), posteriors.bound([record], [record.algorithm]), posteriors.silos(record)]
+        middle = [structured.posterior(record), structured.bound([record], [record.algorithm]), structured.silos(record)]
     else:
         parts = (sections.results, sections.learning, predictions.clients, predictions.calibration, predictions.uncertainty)
         middle = [part(record) for part in (*parts, sections.labels)]
@@ -40,10 +40,10 @@ def single(record: Record) -> str:
 
 def several(records: Sequence[Record]) -> str:
     """The page of a comparison: each data set on its own."""
-    sets = comparison.data_sets(records)
-    parts = [comparison.overview(records, len(sets))]
+    sets = compared.data_sets(records)
+    parts = [compared.overview(records, len(sets))]
     for name, members, varied in sets:
-        parts += comparison.compared(name, members, varied, len(sets) > 1)
+        parts += compared.compared(name, members, varied, len(sets) > 1)
     names = ", ".join(dict.fromkeys(record.algorithm for record in records))
     on = ", ".join(dict.fromkeys(record.data_name for record in records))
     return blocks.page(f"{names} on {on}", f"{len(records)} runs compared", parts, __version__)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.evaluate import HIGHER_IS_BETTER, SHOWN, metrics, pooled
+from fedbayes.evaluation.score import HIGHER_IS_BETTER, SHOWN, metrics, pooled
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
 from fedbayes.report.calibration import reliability
-from fedbayes.report.figures import STYLES, TITLES, distinct, number, scaled
+from fedbayes.report.format import STYLES, TITLES, distinct, number, scaled
 from fedbayes.report.records import Record
 
 WHOLE = 100
@@ -26,21 +26,21 @@ def clients(record: Record) -> Section:
         return Section("Clients", [Prose(f"Figures of single clients are kept when a run ends; this run is {record.state}.")])
     blocks: list[Any] = []
     first, calibration = SHOWN[record.numeric][0], SHOWN[record.numeric][2]
-    each = {stance: metrics(score, record.numeric) for stance, score in record.scores.items()}
+    each = {mode: metrics(score, record.numeric) for mode, score in record.scores.items()}
     for group, members in record.groups().items():
         members = members & (np.asarray(next(iter(record.scores.values())).rows) > 0)
-        stances = [stance for stance in distinct(record, group) if stance in each]
-        if not members.any() or not stances:
+        modes = [mode for mode in distinct(record, group) if mode in each]
+        if not members.any() or not modes:
             continue
         pictures = []
         for name in (first, calibration):
-            values = {stance: scaled(name, each[stance][name][members]) for stance in stances}
-            medians = ", ".join(f"{stance} {np.median(value):.3g}" for stance, value in values.items())
+            values = {mode: scaled(name, each[mode][name][members]) for mode in modes}
+            medians = ", ".join(f"{mode} {np.median(value):.3g}" for mode, value in values.items())
             caption = f"{TITLES[name]} of each of the {members.sum()} {group} clients, the worst first. Medians: {medians}."
             title, better = f"{TITLES[name]}, {group} clients", name in HIGHER_IS_BETTER
             pictures.append(draw(curves.in_order, title, values, STYLES, better, caption=caption))
-        main = next(stance for stance in ("adapted", "personal", "global") if stance in stances)
-        if group == "participating" and "personal" in stances:
+        main = next(mode for mode in ("adapted", "personal", "global") if mode in modes)
+        if group == "participating" and "personal" in modes:
             main = "personal"
         blocks += [Pictures(pictures), *_worst(record, group, members, main, each, (first, calibration))]
     note = "Calibration error of one client, over few rows, is biased upwards."
@@ -51,34 +51,34 @@ def _worst(
     record: Record,
     group: str,
     members: np.ndarray,
-    stance: str,
+    mode: str,
     each: Mapping[str, Mapping[str, np.ndarray]],
     names: Sequence[str],
 ) -> list[Table]:
     shown = (*names, "log_score")
     assert record.scores is not None
-    rows = np.asarray(record.scores[stance].rows)
+    rows = np.asarray(record.scores[mode].rows)
 
     def table(order: np.ndarray, caption: str, summary: str = "") -> Table:
         head = ["client", "test rows", *(TITLES[name] for name in shown)]
         cells = [
-            [record.name(client), f"{rows[client]:.0f}", *(number(name, each[stance][name][client]) for name in shown)]
+            [record.name(client), f"{rows[client]:.0f}", *(number(name, each[mode][name][client]) for name in shown)]
             for client in order
         ]
         return Table(head, cells, caption, 1, summary)
 
     tables, ids = [], np.flatnonzero(members)
     for name in names:
-        values = each[stance][name][ids]
+        values = each[mode][name][ids]
         # Of few rows many clients have the same accuracy: then the log score says who is worse off.
-        order = ids[np.lexsort((each[stance]["log_score"][ids], values if name in HIGHER_IS_BETTER else -values))]
+        order = ids[np.lexsort((each[mode]["log_score"][ids], values if name in HIGHER_IS_BETTER else -values))]
         tenth = -(-len(ids) // 10)
         more = f", the first {NAMED}" if tenth > NAMED else ""
         clients = "1 client" if tenth == 1 else f"{tenth} clients"
-        caption = f"Worst tenth by {TITLES[name]}: {clients} of {len(ids)} {group}{more} ({stance})"
+        caption = f"Worst tenth by {TITLES[name]}: {clients} of {len(ids)} {group}{more} ({mode})"
         tables.append(table(order[: min(tenth, NAMED)], caption))
         if name == names[0] and len(ids) <= WHOLE:
-            tables.append(table(order, f"All {group} clients ({stance}), the worst first", f"All {len(ids)} {group} clients"))
+            tables.append(table(order, f"All {group} clients ({mode}), the worst first", f"All {len(ids)} {group} clients"))
     return tables
 
 
@@ -88,11 +88,11 @@ def calibration(record: Record) -> Section:
         return Section("Calibration", [Prose("Reliability diagrams are drawn from the scores that a finished run has.")])
     pictures = []
     for group, members in record.groups().items():
-        for stance in distinct(record, group):
-            score = pooled(record.scores[stance], members)
+        for mode in distinct(record, group):
+            score = pooled(record.scores[mode], members)
             if not score.rows:
                 continue
-            title, found = f"{stance}, {group}", metrics(score, record.numeric)
+            title, found = f"{mode}, {group}", metrics(score, record.numeric)
             if record.numeric:
                 caption = f"{title}: mean gap between levels and shares {float(found['calibration_error']):.3f}."
                 pictures.append(draw(curves.levels, score, title, caption=caption))
@@ -117,21 +117,21 @@ def uncertainty(record: Record) -> Section:
     total, part = ("variance", "epistemic_variance") if record.numeric else ("entropy", "mutual_information")
     unit = "variance" if record.numeric else "nats"
     rows, by_group = [], dict[str, dict[str, tuple[float, float]]]()
-    for stance, groups in record.figures.items():
+    for mode, groups in record.figures.items():
         for group, found in groups.items():
-            if total in found and part in found and stance in distinct(record, group):
+            if total in found and part in found and mode in distinct(record, group):
                 whole, epistemic = found[total]["rows"], found[part]["rows"]
                 share = f"{100 * epistemic / whole:.1f}" if whole > 0 else "—"
-                rows.append([stance, group, f"{whole:.4f}", f"{whole - epistemic:.4f}", f"{epistemic:.4f}", share])
-                by_group.setdefault(group, {})[stance] = (whole - epistemic, epistemic)
+                rows.append([mode, group, f"{whole:.4f}", f"{whole - epistemic:.4f}", f"{epistemic:.4f}", share])
+                by_group.setdefault(group, {})[mode] = (whole - epistemic, epistemic)
     if not rows:
         return Section("Uncertainty", [Prose("There are no figures yet.")])
     pictures = []
     for group, parts in by_group.items():
-        ends = "; ".join(f"{stance} {a:.3g} and {e:.3g}" for stance, (a, e) in parts.items())
+        ends = "; ".join(f"{mode} {a:.3g} and {e:.3g}" for mode, (a, e) in parts.items())
         caption = f"Aleatoric and epistemic uncertainty of a test row, {group} clients: {ends} {unit}."
         pictures.append(draw(curves.parts_of_uncertainty, f"{group} clients", parts, unit, caption=caption))
-    head = ("stance", "clients", f"total ({unit})", "aleatoric", "epistemic", "epistemic %")
+    head = ("mode", "clients", f"total ({unit})", "aleatoric", "epistemic", "epistemic %")
     said = (
         "Aleatoric uncertainty would stay with more data; epistemic uncertainty, on which posterior draws disagree, would go."
     )

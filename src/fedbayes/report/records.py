@@ -18,15 +18,15 @@ import numpy as np
 from fedbayes import wire
 from fedbayes.data.describe import Facts
 from fedbayes.errors import UserError
-from fedbayes.evaluate import Score, about_numbers
-from fedbayes.runs import read_json, read_scores
-from fedbayes.stances import Evaluation
+from fedbayes.evaluation.assess import Evaluation
+from fedbayes.evaluation.score import Score, about_numbers
+from fedbayes.results.folder import read_json, read_scores
 
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
 FORMS = ("rows", "clients", "spread", "worst_tenth")
 Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
-"""stance → group → figure → form → number, as a result has them."""
+"""mode → group → figure → form → number, as a result has them."""
 
 
 @dataclasses.dataclass
@@ -220,11 +220,11 @@ def _lines(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def _read_scores(record: Record) -> None:
-    path, stances = record.folder / "scores.safetensors", record.config.get("stances", [])
+    path, modes = record.folder / "scores.safetensors", record.config.get("modes", [])
     if not path.exists() or record.result is None:
         return
     try:
-        record.scores = read_scores(record.folder, stances, int(record.about_data["clients"]))
+        record.scores = read_scores(record.folder, modes, int(record.about_data["clients"]))
     except (UserError, KeyError, ValueError, TypeError) as problem:
         record.notes.append(f"The page has no figures of single clients: {problem}.")
 
@@ -295,7 +295,7 @@ def again(words: Sequence[str], folder: str) -> list[str]:
 def figures_of(given: Any) -> Figures:
     """Figures without what is not a finite number: a file may be damaged, and a figure of no rows is none."""
     found: Figures = {}
-    for stance, groups in _items(given):
+    for mode, groups in _items(given):
         for group, figures in _items(groups):
             whole = {
                 name: forms
@@ -303,7 +303,7 @@ def figures_of(given: Any) -> Figures:
                 if isinstance(forms, dict) and all(_is_number(forms.get(form)) for form in FORMS)
             }
             if whole:
-                found.setdefault(stance, {})[group] = whole
+                found.setdefault(mode, {})[group] = whole
     return found
 
 

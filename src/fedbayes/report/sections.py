@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from fedbayes import wire
-from fedbayes.commands.tables import PERCENT
-from fedbayes.evaluate import SHOWN, about_numbers
+from fedbayes.evaluation.score import SHOWN, about_numbers
+from fedbayes.evaluation.tables import PERCENT
 from fedbayes.report import curves
 from fedbayes.report.blocks import Command, Picture, Pictures, Prose, Section, Table, draw
-from fedbayes.report.figures import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
+from fedbayes.report.format import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
 from fedbayes.report.labels import distribution_figure
 from fedbayes.report.records import Figures, Record, figures_of
 
@@ -67,7 +67,7 @@ def what_was_run(record: Record) -> Section:
 
 
 def results(record: Record) -> Section:
-    """Figures by stance and group."""
+    """Figures by mode and group."""
     if not record.figures:
         why = "no client has test rows" if record.result is not None else "the run has not been evaluated yet"
         return Section("Results", [Prose(f"There are no figures: {why}.")])
@@ -87,18 +87,18 @@ def results(record: Record) -> Section:
 
 
 def result_table(figures: Figures, caption: str) -> Table:
-    """One line for each stance and group."""
+    """One line for each mode and group."""
     numeric = about_numbers(figures)
     first, names = SHOWN[numeric][0], TABLED[numeric]
-    head = ["stance", "clients", *(TITLES[name] for name in names), "mean over clients", "spread over clients", "worst tenth"]
+    head = ["mode", "clients", *(TITLES[name] for name in names), "mean over clients", "spread over clients", "worst tenth"]
     rows = []
-    for stance, groups in figures.items():
+    for mode, groups in figures.items():
         for group, found in groups.items():
             cells = [number(name, found[name]["rows"]) if name in found else "—" for name in names]
             cells += [
                 number(first, found[first][form]) if first in found else "—" for form in ("clients", "spread", "worst_tenth")
             ]
-            rows.append([stance, group, *cells])
+            rows.append([mode, group, *cells])
     return Table(head, rows, f"{caption}; the last three columns are of {TITLES[first]}", 2)
 
 
@@ -128,7 +128,7 @@ def _evaluations(record: Record) -> list[Picture]:
         for name in SHOWN[record.numeric]:
             found = evaluation_curves(record, group, name)
             if found:
-                ends = ", ".join(f"{stance} {curve.y[-1]:.4g}" for stance, curve in found.items())
+                ends = ", ".join(f"{mode} {curve.y[-1]:.4g}" for mode, curve in found.items())
                 caption = (
                     f"{TITLES[name]}, {group} clients: mean over clients, band: one standard deviation. At the end {ends}."
                 )
@@ -137,20 +137,20 @@ def _evaluations(record: Record) -> list[Picture]:
 
 
 def evaluation_curves(record: Record, group: str, name: str) -> dict[str, curves.Curve]:
-    """By stance: the mean over clients after each evaluation, and its spread."""
+    """By mode: the mean over clients after each evaluation, and its spread."""
     found = {}
-    for stance in distinct(record, group):
+    for mode in distinct(record, group):
         points = [
-            (round, figures[stance][group][name]["clients"], figures[stance][group][name]["spread"])
+            (round, figures[mode][group][name]["clients"], figures[mode][group][name]["spread"])
             for round, figures in record.evaluations
-            if name in figures.get(stance, {}).get(group, {})
+            if name in figures.get(mode, {}).get(group, {})
         ]
         if points:
             x, y, spread = np.array(points).T
             low, high = y - spread, y + spread
             if name in PERCENT:
                 low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
-            found[stance] = curves.Curve(x, *(scaled(name, part) for part in (y, low, high)))
+            found[mode] = curves.Curve(x, *(scaled(name, part) for part in (y, low, high)))
     return found
 
 

@@ -1,0 +1,7 @@
+"""`python -m fedbayes.cli`."""
+
+import sys
+
+from fedbayes.cli import main
+
+sys.exit(main())

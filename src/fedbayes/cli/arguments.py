@@ -1,0 +1,129 @@
+"""The command line's arguments: options that commands share, and an algorithm's own fields as options."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+from tyro.conf import arg
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from fedbayes.algorithms import REGISTRY, find, names
+from fedbayes.data import Clients, load
+from fedbayes.data.unlabelled import Unlabelled
+from fedbayes.errors import UserError
+from fedbayes.models import Model
+from fedbayes.results.folder import write_json
+from fedbayes.study.options import build, default, unbuilt
+
+registry = ConstructorRegistry()
+
+
+@registry.primitive_rule
+def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model] | None:
+    if type_info.type is not Model:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NETWORK",
+        instance_from_str=lambda words: unbuilt(words[0]),
+        is_instance=lambda instance: isinstance(instance, Model),
+        str_from_instance=lambda instance: [instance.name],
+    )
+
+
+@registry.primitive_rule
+def _unlabelled_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Unlabelled] | None:
+    if type_info.type is not Unlabelled:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="DATA",
+        instance_from_str=lambda words: Unlabelled(load(words[0]).x, words[0]),
+        is_instance=lambda instance: isinstance(instance, Unlabelled),
+        str_from_instance=lambda instance: [instance.name],
+    )
+
+
+def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: Any = None) -> Any:
+    """Parse a dataclass of options; with an algorithm, its fields become options too, as the field `algorithm`."""
+    if algorithm is not None:
+        field = ("algorithm", Annotated[type(algorithm), arg(name="")], dataclasses.field(default=algorithm))
+        options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
+        options.__doc__ = description
+    # What cannot be written on a command line, such as a model's functions, is no option, and no choice between subcommands.
+    hidden = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
+    return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry, config=hidden)
+
+
+class Chosen(NamedTuple):
+    """What a command about one algorithm works with."""
+
+    name: str
+    options: Any
+    data: Clients
+    algorithm: Any
+
+
+def choose(options: type[Any], arguments: Sequence[str], command: str, does: str) -> Chosen | None:
+    """The algorithm that the arguments name, set as they say, with its network built for the data; None after help."""
+    name = algorithm_name(arguments, command)
+    if name is None:
+        return None
+    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), default(name))
+    data = parsed.data.load()
+    model = build(parsed.algorithm.model, data, parsed.settings.likelihood)
+    return Chosen(name, parsed, data, dataclasses.replace(parsed.algorithm, model=model))
+
+
+def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
+    """The algorithm at the start of the arguments; prints the choices where there is none."""
+    if not arguments or arguments[0].startswith("-"):
+        print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
+        for name in names("clients"):
+            print(f"  {name:<14} {REGISTRY[name][3]}")
+        print(f"\nfedbayes {command} ALGORITHM --help lists an algorithm's own options.")
+        if not arguments or arguments[0] in ("-h", "--help"):
+            return None
+        raise UserError(f"{command} needs an algorithm before the options, such as fedbayes {command} fedavg {arguments[0]} …")
+    find(arguments[0], "clients")
+    return arguments[0]
+
+
+def python_file(path: Path, needed: Sequence[str], what: str) -> ModuleType:
+    """A Python file of the user's as a module that has the names it needs."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give {what}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if path.suffix != ".py" or spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file; a model file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(f"{path} cannot be loaded: {type(problem).__name__}: {problem}") from problem
+    if missing := [name for name in needed if not hasattr(module, name)]:
+        raise UserError(f"{path} has no {', '.join(missing)}; give {what}")
+    return module
+
+
+@contextlib.contextmanager
+def keeping(folder: Path, command: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Keep in a run's folder what was typed, however the run ends but for an error; one that is stopped says how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "config.json").is_file():
+            write_json(folder / "command.json", {command: list(arguments)})
+        raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
+    write_json(folder / "command.json", {command: list(arguments)})

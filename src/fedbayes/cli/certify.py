@@ -1,0 +1,75 @@
+"""`fedbayes certify`: bounds on the error of clients that did not train."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from fedbayes.cli.arguments import parse
+from fedbayes.cli.display import show
+from fedbayes.cli.run import finished
+from fedbayes.errors import UserError
+from fedbayes.evaluation.pac_bayes import Certificate, certify
+from fedbayes.results.folder import write_json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `fedbayes certify`."""
+
+    run: Positional[Path]
+    """Folder that `fedbayes run fedvi --no-bias --hold-out …` left."""
+    client: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
+    """Clients, by name; by default all that were held out."""
+    delta: float = 0.05
+    """δ: each bound holds with probability 1 − δ."""
+    draws: int = 200
+    """Draws of the client's own parameters for each row."""
+    json: Path | None = None
+    """Also write the certificates to this file."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a certificate for each client."""
+    does = (
+        "Bound the error of clients that did not train. With probability 1 − δ over a client's labelled rows, a network with "
+        "one draw of its own parameters errs on its next row with no more than the bound's probability (PAC-Bayes-kl)."
+    )
+    options = parse(Options, arguments, "fedbayes certify", does)
+    simulation = finished(options.run).simulation
+    held_out = [str(name) for name in simulation.data.names[simulation.data.unseen]]
+    if not options.client and not held_out:
+        raise UserError("no client was held out, and no certificate holds for one that trained; train with --hold-out")
+    found = [certify(simulation, client, delta=options.delta, draws=options.draws) for client in options.client or held_out]
+    show(certificate_table(found))
+    if options.json is not None:
+        write_json(options.json, [one._asdict() for one in found])
+        show(f"certificates: {options.json}")
+
+
+def certificate_table(found: Sequence[Certificate]) -> Table:
+    """A line for each client, and the median."""
+    empty = sum(one.says_nothing for one in found)
+    bounds = np.array([one.bound for one in found])
+    said = f"median bound {np.median(bounds):.3f}" + (f"; {empty} of {len(found)} say nothing" if empty else "")
+    table = Table(
+        title=f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}",
+        title_justify="left",
+        caption=f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in ("client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"):
+        table.add_column(heading, justify="left" if heading == "client" else "right")
+    for one in found:
+        figures = (f"{one.divergence:.2f}", f"{one.gibbs:.3f}", f"{one.averaged:.3f}", f"{one.bound:.3f}")
+        table.add_row(one.client, str(one.rows), *figures)
+    return table

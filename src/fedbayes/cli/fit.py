@@ -1,0 +1,165 @@
+"""`fedbayes fit`: a NumPyro model file over its silos."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from fedbayes.algorithms import find, names
+from fedbayes.cli.arguments import keeping, parse, python_file
+from fedbayes.cli.display import progress_bar, show
+from fedbayes.errors import UserError
+from fedbayes.results.fit import simulate
+from fedbayes.results.structured_fit import SiloFit
+from fedbayes.results.structured_text import HEADINGS, rows, verdict
+
+NEEDED = ("population", "silo", "silos")
+USAGE = """usage: fedbayes fit FILE [--algorithm NAME] [options]
+
+Fit a NumPyro model over silos whose data stays apart. FILE is a Python file that has
+  population()              samples what all silos share
+  silo(population, data)    samples a silo's own latents and observes its data
+  silos()                   gives a dict of names and their data; a dict of that name will do too
+and may have
+  algorithm                 what fits it by default, such as fedbayes.PVI(population, silo)
+  rounds                    how many rounds it needs
+
+algorithms: {algorithms} (default sfvi)
+fedbayes fit FILE --help lists the options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `fedbayes fit`."""
+
+    cohort: int | float | None = None
+    """Silos in a round: a number, or a share below 1; by default all."""
+    in_turn: bool = False
+    """One silo a round, each in its turn."""
+    seed: int = 0
+    """Of everything that is random."""
+    out: Path | None = None
+    """Folder of the run; by default runs/NAME-ALGORITHM-SEED."""
+    resume: bool = False
+    """Go on with a run that was stopped."""
+    force: bool = False
+    """Start over in a folder that holds a run."""
+    loop: bool = False
+    """Run silos one by one, slower, and name the silo whose numbers fail."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Fit, print the posterior and where the run is."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE.format(algorithms=", ".join(names("silos"))))
+        return
+    path = Path(arguments[0])
+    if str(path).startswith("-"):
+        raise UserError(f"fit needs a model file before the options, such as fedbayes fit model.py {path} …")
+    file, rest = model_file(path, arguments[1:])
+    options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", file.algorithm)
+    rounds, label, data = options.algorithm.rounds, file.name, file.silos
+    folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
+    with progress_bar() as add, keeping(folder, "fit", arguments):
+        callback = add(label, rounds)
+        fit = simulate(
+            options.algorithm,
+            data,
+            rounds,
+            cohort=options.cohort,
+            in_turn=options.in_turn,
+            seed=options.seed,
+            loop=options.loop,
+            folder=folder,
+            resume=options.resume,
+            force=options.force,
+            callbacks=(callback,),
+            config={"file": path.name},
+        )
+    silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
+    show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
+    show(posterior_table(fit))
+    show(verdict(fit.result))
+    show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
+
+
+class ModelFile(NamedTuple):
+    """What a model file and the command line choose: the algorithm with its rounds, its name, and the silos."""
+
+    algorithm: Any
+    name: str
+    silos: Mapping[str, Any]
+
+
+def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[str]]:
+    """A model file with the algorithm that --algorithm names, or its own; and the arguments that are left."""
+    module = load(path)
+    name, rest = _algorithm_name(list(arguments))
+    chosen = _default(module, name)
+    chosen.structured.global_latents()  # what is wrong with the population is said before anything else
+    label = next(known for known in names("silos") if find(known) is type(chosen))
+    asked = "-h" in rest or "--help" in rest  # help needs no data
+    return ModelFile(chosen, label, {} if asked else _silos(module, path)), rest
+
+
+def load(path: Path) -> ModuleType:
+    """A model file as a module."""
+    return python_file(path, NEEDED, "a Python file with population(), silo(population, data) and silos()")
+
+
+def posterior_table(fit: SiloFit) -> Table:
+    """The posterior of what all silos share."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in rows(fit.result):
+        table.add_row(*row)
+    if not table.rows:
+        table.add_row("too many numbers to list: see posterior.nc")
+    return table
+
+
+def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of --algorithm, and the other arguments."""
+    for place, word in enumerate(arguments):
+        if word == "--algorithm" and place + 1 < len(arguments):
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+        if word.startswith("--algorithm="):
+            return word.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+    return None, arguments
+
+
+def _default(module: ModuleType, name: str | None) -> Any:
+    """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
+    own: Any = getattr(module, "algorithm", None)
+    if own is not None and type(own) not in map(find, names("silos")):
+        raise UserError(
+            f"algorithm in {module.__name__}.py is {own!r}, but it must be one with its model, such as "
+            "fedbayes.PVI(population, silo)"
+        )
+    if own is not None and (name is None or isinstance(own, find(name, "silos"))):
+        rounds = own.rounds or getattr(module, "rounds", None) or own.default_rounds
+        return dataclasses.replace(own, rounds=rounds)
+    cls = find(name or "sfvi", "silos")
+    family = {} if own is None else {"family": own.family}
+    rounds = (getattr(module, "rounds", None) if own is None else None) or cls.default_rounds
+    return cls(module.population, module.silo, rounds=rounds, **family)
+
+
+def _silos(module: ModuleType, path: Path) -> Mapping[str, Any]:
+    try:
+        given = module.silos() if callable(module.silos) else module.silos
+    except UserError:
+        raise
+    except Exception as problem:
+        raise UserError(f"silos() in {path} fails: {type(problem).__name__}: {problem}") from problem
+    if not isinstance(given, Mapping):
+        raise UserError(f"silos in {path} gives {type(given).__name__}, but it must give a dict of names and their data")
+    return given

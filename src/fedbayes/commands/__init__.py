@@ -1,1 +1,0 @@
-"""One module for each command; `main(arguments)` is called by `fedbayes.cli`."""

@@ -1,0 +1,1 @@
+"""How rounds run: one round, and what schedules it."""

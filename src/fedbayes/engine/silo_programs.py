@@ -1,0 +1,51 @@
+"""What a fit asks of its silos, as programs that compile once for a model, a family and a form of data."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from fedbayes import trees
+from fedbayes.algorithm import AnyStructured
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import Structured
+from fedbayes.primitives import variational
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def global_values(structured: Structured, theta: Values, z: Float[Array, "s n"]) -> Values:
+    """Z_G as the population has it, for each draw."""
+    return jax.vmap(lambda one: structured.global_values(theta, one))(z)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def log_populations(structured: Structured, theta: Values, z: Float[Array, "s n"]) -> Float[Array, " s"]:
+    """log p_θ(Z_G) of each draw."""
+    return jax.vmap(lambda one: structured.log_population(theta, one))(z)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def predict(
+    family: Any, structured: Any, form: Any, draws: int, own: bool, key: Any, shared: Any, eta: Any, arrays: Any
+) -> Values:
+    """Posterior predictive draws of a silo, or of new rows."""
+    data = trees.put_together(form, arrays)
+    return variational.predict(family, structured, key, shared, eta, data, count=draws, own=own)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def adapt(algorithm: AnyStructured, form: Any, key: Any, down: Any, local: Any, arrays: Any) -> Any:
+    """The state of a silo that may never have trained."""
+    return algorithm.adapt(key, down, local, trees.put_together(form, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def evidence(
+    family: Any, structured: Any, form: Any, inner: int, key: Any, shared: Any, eta: Any, arrays: Any, z: Any
+) -> Float[Array, " s"]:
+    """log p(y_j | Z_G) of a silo at each draw of Z_G."""
+    data = trees.put_together(form, arrays)
+    return variational.log_evidence(family, structured, key, shared, eta, data, z, inner)

@@ -1,0 +1,175 @@
+"""Every client of a simulation, scored on its own test rows in three modes.
+
+global: `predict` with a fresh local state. personal: with the client's own. adapted: after `adapt` on its training rows.
+All clients are scored, not only those of the last round; those that were held out never trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from fedbayes import trees
+from fedbayes.algorithm import AnyNetwork, Data
+from fedbayes.engine import keys
+from fedbayes.engine.clients import Call, Simulation
+from fedbayes.engine.cohort import FlatRows, Padding, client_data, for_each
+from fedbayes.engine.round import ADVICE, Diverged
+from fedbayes.errors import UserError
+from fedbayes.evaluation.score import SHAPES, SHOWN, Score, blockwise, summary
+from fedbayes.evaluation.tables import figures as figures_sheet
+from fedbayes.models.predictive import is_numeric
+from fedbayes.sheets import html
+
+MODES = ("global", "personal", "adapted")
+BLOCK = 128
+"""Test rows that are predicted at once."""
+DRAWS = 2**24
+"""Bytes of posterior draws that a vmapped group may hold."""
+CHUNK = 256
+"""Clients in one compiled call."""
+
+
+class Evaluation(NamedTuple):
+    """One `Score` for each client and mode, and which clients were held out."""
+
+    round: int
+    scores: dict[str, Score]
+    unseen: np.ndarray
+    numeric: bool
+
+    def __repr__(self) -> str:
+        held_out = f", {self.unseen.sum()} of them unseen" if self.unseen.any() else ""
+        return f"Evaluation({', '.join(self.scores)} of {len(self.unseen)} clients{held_out}, after round {self.round})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.table()}"
+
+    def _repr_html_(self) -> str:
+        return self.html(repr(self))
+
+    def html(self, title: str) -> str:
+        """The main figures by mode and group of clients, for a notebook."""
+        sheet = figures_sheet({"": [{"metrics": self.summary()}]}, title)
+        sections = [[row[1:] or row for row in rows] for rows in sheet.sections]  # there is one method, and the title names it
+        return html(sheet._replace(headings=sheet.headings[1:], sections=sections), words=2)
+
+    def table(self) -> str:
+        """The main figures as text, pooled over rows."""
+        names = SHOWN[self.numeric]
+        lines = [f"{'mode':10}{'clients':15}" + "".join(f"{name:>18}" for name in names)]
+        for mode, groups in self.summary().items():
+            for group, figures in groups.items():
+                lines.append(f"{mode:10}{group:15}" + "".join(f"{figures[name]['rows']:18.4f}" for name in names))
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        """mode → participating or unseen → figure → rows, clients, spread, worst_tenth."""
+        found: dict[str, dict[str, Any]] = {}
+        for mode, scores in self.scores.items():
+            found[mode] = {}
+            for group, members in (("participating", ~self.unseen), ("unseen", self.unseen)):
+                if figures := summary(Score(*(value[members] for value in scores)), self.numeric):
+                    found[mode][group] = figures
+        return found
+
+
+def assess(simulation: Simulation, modes: tuple[str, ...] = MODES, progress: Callable[[int], None] | None = None) -> Evaluation:
+    """Score every client in the given modes, as the simulation stands now."""
+    check_modes(modes)
+    data, algorithm = simulation.data, simulation.algorithm
+    key, down = keys.of_round(simulation.seed, simulation.round), simulation.down()
+    found = {mode: no_scores(len(data)) for mode in modes}
+    for bucket in simulation.buckets:
+        length = bucket.train.length + bucket.test.length
+        slots = simulation.slots(len(bucket.ids), length, CHUNK, trees.size(down))  # adapted states may be whole networks
+        for start in range(0, len(bucket.ids), slots):
+            ids = bucket.ids[start : start + slots]
+            test = simulation.call(ids, slots, bucket.test, "test")
+            local = simulation.local.get(ids, slots)
+            for mode in modes:
+                if mode == "global":
+                    state = jax.tree.map(lambda leaf, n=slots: np.broadcast_to(leaf, (n, *leaf.shape)), simulation.fresh)
+                elif mode == "personal":
+                    state = local
+                else:
+                    train = simulation.call(ids, slots, bucket.train, "train")
+                    state = _per_client(adapted, simulation, key, down, local, train)
+                    _refuse_diverged(simulation, ids, state)
+                score = _per_client(scored, simulation, key, down, state, test)
+                for column, value in zip(found[mode], score, strict=True):
+                    column[ids] = np.asarray(value)[: len(ids)]
+            if progress is not None:
+                progress(len(ids))
+    return Evaluation(simulation.round, found, data.unseen, is_numeric(algorithm.likelihood))
+
+
+def check_modes(modes: tuple[str, ...]) -> None:
+    """Refuse a mode that there is not."""
+    if isinstance(modes, str):
+        raise UserError(f"the modes are {modes!r}, but they are a tuple of names, such as ({modes!r},)")
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise UserError(f"there is no mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+
+
+def _refuse_diverged(simulation: Simulation, ids: np.ndarray, state: Any) -> None:
+    """A client whose adapted state is not finite would be scored as if it knew nothing; that is no result."""
+    fine = np.asarray(_each_finite(state))[: len(ids)]
+    if not fine.all():
+        names = ", ".join(str(name) for name in simulation.data.names[ids[~fine][:5]])
+        raise Diverged(f"adapting diverged on {(~fine).sum()} of {len(ids)} clients ({names} …); {ADVICE} in `tune`")
+
+
+_each_finite = jax.jit(jax.vmap(trees.finite))
+
+
+def no_scores(count: int) -> Score:
+    """Room for the scores of `count` clients."""
+    return Score(*(np.zeros((count, *shape), np.float32) for shape in SHAPES))
+
+
+def _per_client(one: Callable[..., Any], simulation: Simulation, key: PRNGKeyArray, down: Any, state: Any, call: Call) -> Any:
+    width, count = simulation.width if simulation.backend == "vmap" else 1, np.int32(len(call.ids))
+    if one is scored:
+        # Many posterior draws of many rows are large, whatever the size of the network.
+        x = jax.ShapeDtypeStruct((min(BLOCK, call.padding.length), *simulation.data.shape), simulation.data.x.dtype)
+        single = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
+        draws = trees.size(jax.eval_shape(simulation.algorithm.predict, key, down, single, x))
+        while width > 1 and (width * draws > DRAWS or call.slots % width):
+            width -= 1
+    return _run(one, simulation.algorithm, width, call.padding, key, down, call.padded_ids, count, state, call.rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    one: Callable[..., Any],
+    algorithm: AnyNetwork,
+    width: int,
+    padding: Padding,
+    key: PRNGKeyArray,
+    down: Any,
+    ids: Any,
+    count: Any,
+    state: Any,
+    rows: FlatRows,
+) -> Any:
+    def client(id: Any, state: Any, start: Any, count: Any) -> Any:
+        return one(algorithm, keys.fold(key, id), down, state, client_data(rows, padding, start, count))
+
+    return for_each(client, width, count, ids, state, rows.starts, rows.counts)
+
+
+def adapted(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
+    """A client's state after `adapt`; the key is the client's own of the round."""
+    return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
+
+
+def scored(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:
+    """A client's score on some rows; the key is the client's own of the round."""
+    draw = keys.fold(key, np.uint32(keys.PREDICT))
+    return blockwise(lambda x: algorithm.predict(draw, down, local, x), algorithm.likelihood, data, BLOCK)

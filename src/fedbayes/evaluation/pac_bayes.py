@@ -1,0 +1,151 @@
+"""A certificate for a client that did not train: with probability 1 − δ its error is below a bound.
+
+A new client's rows had no part in θ nor in the prior r(β). So for the rows S, n of them drawn independently from what the
+client will see, and for any q(β) that may be made from the same rows, the PAC-Bayes-kl inequality holds (Seeger 2002, Maurer
+2004):
+
+    with probability ≥ 1 − δ over S:   kl(R̂(q) ‖ R(q)) ≤ (KL(q ‖ r) + log(2√n/δ)) / n
+
+R(q) is the chance that a network with one draw β ~ q errs on a row to come (the Gibbs risk), R̂(q) the share of errors on S,
+and kl(a ‖ b) the divergence of two coins; the bound is its inverse. R̂(q) is itself estimated, by m draws of β, one for each
+row anew; its own upper bound, kl⁻¹(share, log(1/δ')/m n), takes a hundredth of δ.
+
+It says nothing of clients whose rows, or near copies of them, trained θ or chose a setting, and nothing of rows that come from
+somewhere else.
+
+References:
+    Seeger. PAC-Bayesian generalisation error bounds for Gaussian process classification. JMLR 2002. — Maurer. A note on the
+    PAC Bayesian theorem. 2004. — Langford, Caruana. (Not) bounding the true error. NIPS 2001, for the estimate of R̂(q).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbayes.algorithm import AnyNetwork, Data
+from fedbayes.engine import keys
+from fedbayes.engine.clients import Simulation
+from fedbayes.errors import UserError
+from fedbayes.models.predictive import is_numeric, predictive, probabilities
+from fedbayes.primitives.training import masked_mean
+
+SAMPLING = 0.01
+"""Share of δ for the estimate of R̂(q)."""
+
+
+class Certificate(NamedTuple):
+    """What is certified of one client, and what it rests on."""
+
+    client: str
+    rows: int
+    """n, the labelled rows that it rests on."""
+    delta: float
+    """δ."""
+    gibbs: float
+    """R̂(q), the share of errors on those rows with a draw of β for each."""
+    divergence: float
+    """KL(q(β) ‖ r(β))."""
+    bound: float
+    """With probability 1 − δ, R(q) is at most this."""
+    averaged: float
+    """Share of errors on the same rows of the prediction that averages draws, which is the one to use; it has no bound here."""
+
+    def __str__(self) -> str:
+        vacuous = " (says nothing)" if self.says_nothing else ""
+        return (
+            f"{self.client}: error of one draw ≤ {self.bound:.3f}{vacuous} with probability {1 - self.delta:g}, "
+            f"from {self.rows} rows with {self.gibbs:.3f} errors and KL {self.divergence:.2f}; "
+            f"averaged prediction {self.averaged:.3f} (no bound)"
+        )
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether the bound is 1, to three digits."""
+        return self.bound >= 0.9995
+
+
+def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: int = 200) -> Certificate:
+    """The certificate of a client that never trained, from its training rows, which have trained nothing.
+
+    Args:
+        simulation: A trained FedVI without a bias b_β, which no prior holds.
+        client: Its name.
+        delta: δ, the chance that the bound does not hold.
+        draws: m, draws of β for each row.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fit = fb.simulate(fb.FedVI(fb.network("mlp", clients), tau=1.0, bias=False), clients, rounds=3, cohort=5)
+    >>> new = str(clients.names[clients.unseen][0])
+    >>> found = certify(fit.simulation, new)
+    >>> found.gibbs < found.bound <= 1
+    True
+    """
+    data, algorithm = simulation.data, simulation.algorithm
+    place = data.index(client)
+    algorithm.check_gibbs(simulation.down())
+    if is_numeric(algorithm.likelihood):
+        raise UserError("the target is a number, but a certificate bounds a share of errors; it needs labels")
+    if not data.unseen[place]:
+        raise UserError(
+            f"client {client!r} took part in training, so the shared model depends on its rows; choose "
+            "one that was held out (hold_out=…)"
+        )
+    if not 0 < delta < 1 or draws < 1:
+        raise UserError(f"delta is {delta} and draws {draws}, but delta is a probability and there is at least one draw")
+    count = int(data.train_counts[place])
+    if count == 0:
+        raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
+    padded = 1 << (count - 1).bit_length()  # so that clients of like size share a compiled program
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([place], padded))
+    key = keys.fold(keys.of_round(simulation.seed, simulation.round), np.uint32(place))
+    errors, averaged, divergence = (
+        float(value) for value in _risks(algorithm, draws, key, simulation.down(), simulation.fresh, rows)
+    )
+    return Certificate(client, count, delta, errors, divergence, bound(errors, divergence, count, draws, delta), averaged)
+
+
+def bound(errors: float, divergence: float, rows: int, draws: int, delta: float) -> float:
+    """The bound on R(q), from a share of errors over so many rows with so many draws each."""
+    sampled = kl_inverse(errors, math.log(1 / (SAMPLING * delta)) / (draws * rows))
+    slack = (divergence + math.log(2 * math.sqrt(rows) / ((1 - SAMPLING) * delta))) / rows
+    return kl_inverse(sampled, slack)
+
+
+def kl_inverse(share: float, slack: float) -> float:
+    """The largest p with kl(share ‖ p) ≤ slack.
+
+    >>> round(kl_inverse(0.0, 0.5), 4), round(1 - math.exp(-0.5), 4)
+    (0.3935, 0.3935)
+    """
+    low, high = share, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _kl(share, middle) <= slack else (low, middle)
+    return high
+
+
+def _kl(a: float, b: float) -> float:
+    """kl(a ‖ b) of two coins."""
+
+    def term(a: float, b: float) -> float:
+        return 0.0 if a == 0 else (math.inf if b == 0 else a * math.log(a / b))
+
+    return term(a, b) + term(1 - a, 1 - b)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _risks(algorithm: AnyNetwork, draws: int, key: Any, down: Any, fresh: Any, rows: Data) -> Any:
+    """Shares of errors with one draw a row and with draws averaged, and KL(q ‖ r)."""
+    outputs, divergence = algorithm.gibbs(key, down, rows, draws)
+    labels = rows.y.astype(jnp.int32)
+    wrong = jnp.argmax(probabilities(algorithm.likelihood, outputs), axis=-1) != labels[None]
+    likely = predictive(algorithm.likelihood, algorithm.predict(key, down, algorithm.adapt(key, down, fresh, rows), rows.x))
+    averaged = (jnp.argmax(likely, axis=-1) != labels).astype(jnp.float32)
+    return masked_mean(jnp.mean(wrong, axis=0), rows.mask), masked_mean(averaged, rows.mask), divergence

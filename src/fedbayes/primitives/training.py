@@ -1,0 +1,232 @@
+"""Local training: shuffled minibatches over padded rows, and gradient descent on them.
+
+Padding changes no number. A row's place in the shuffle is drawn from the key and the row's own index, so a longer padding
+draws the same order; steps that would hold padding alone are not taken; a batch's mask weighs its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import checkify
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes import trees
+from fedbayes.algorithm import Data, Params, fact
+from fedbayes.errors import UserError
+from fedbayes.models import Model, Normal
+
+Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Minibatch SGD on one client's rows, with a step size that may decay over the rounds of a run.
+
+    >>> training = Training(lr=0.1, decay_at=(0.5, 0.75), rounds=100)
+    >>> [round(float(training.lr_of(number)), 4) for number in (1, 50, 51, 76)]
+    [0.1, 0.1, 0.01, 0.001]
+    """
+
+    epochs: int = 1
+    """Passes over the client's rows."""
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    """Which of Optax's; it starts anew in each round."""
+    batch: int = 50
+    """Rows in a minibatch; the last one of an epoch may hold fewer."""
+    lr: float = 0.1
+    """Step size in the first round."""
+    momentum: float = 0.0
+    """Of SGD."""
+    weight_decay: float = 0.0
+    """Added to the gradient, times the parameters."""
+    clip: float | None = None
+    """Largest norm of a gradient; by default 1 where the model learns its scale, and none elsewhere."""
+    decay_at: tuple[float, ...] = ()
+    """Fractions of the run after which the step size is multiplied by `decay`."""
+    decay: float = 0.1
+    """The multiplier at each of them."""
+    rounds: int | None = fact("rounds")
+    """Length of the run that the fractions refer to; by default the rounds of the run."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 0), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}, but it is at least {least}")
+        if not self.lr >= 0 or not 0 <= self.momentum < 1:
+            raise UserError(f"lr is {self.lr} and momentum {self.momentum}; lr is not negative and momentum is below 1")
+        if any(not isinstance(fraction, int | float) for fraction in self.decay_at):
+            raise UserError(f"decay_at is {self.decay_at}, but it holds fractions of the run, such as 0.5")
+
+    def lr_of(self, number: Any) -> Float[Array, ""]:
+        """The step size of a round, counted from 1; `number` may be traced."""
+        if not self.decay_at:
+            return jnp.float32(self.lr)
+        if self.rounds is None:
+            raise UserError("the step size decays but the run has no length; call algorithm.planned(rounds) first")
+        boundaries = jnp.array([round(fraction * self.rounds) for fraction in self.decay_at])
+        passed = jnp.sum(jnp.asarray(number) > boundaries)
+        return jnp.float32(self.lr) * jnp.float32(self.decay) ** passed.astype(jnp.float32)
+
+    def build(self, lr: Float[Array, ""], model: Model) -> optax.GradientTransformation:
+        """Optax's optimiser with these settings.
+
+        Where a scale σ is learnt, gradients go with 1/σ² and one row far off can throw a client out; so they are clipped.
+        """
+        clip = self.clip if self.clip is not None else (1.0 if model.likelihood == Normal(scale=None) else 0.0)
+        chain = [optax.clip_by_global_norm(clip)] if clip else []
+        chain += [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
+        step = optax.adam(lr) if self.optimiser == "adam" else optax.sgd(lr, momentum=self.momentum or None)
+        return optax.chain(*chain, step) if chain else step
+
+
+_checked = contextvars.ContextVar("_checked", default=False)
+
+
+@contextlib.contextmanager
+def checked_steps() -> Iterator[None]:
+    """Put a check after each local step that is traced here; to be used inside `checkify.checkify`.
+
+    Only the simulator's loop asks for it: a program with checks, even idle ones, takes JAX's slow way to the device.
+    """
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def local_steps(
+    step: Callable[[Carry, PRNGKeyArray, Data], Carry], carry: Carry, key: PRNGKeyArray, data: Data, batch: int, epochs: int
+) -> Carry:
+    """Fold `step` over the minibatches of `epochs` shuffles of the client's rows.
+
+    Without `vmap` the loop runs exactly as often as the client has batches; under `vmap` as often as the longest client of
+    the group, and a client that is through keeps its carry.
+    """
+    data = jax.tree.map(jnp.asarray, data)
+    length = data.mask.shape[0]
+    batch = min(batch, length)
+    rows = jnp.sum(data.mask)
+    steps = (rows + batch - 1) // batch
+
+    def epoch(number: Any, carry: Carry) -> Carry:
+        epoch_key = jax.random.fold_in(key, number)
+        steps_key = jax.random.fold_in(epoch_key, np.uint32(0xFFFFFFFF))  # what is drawn in a step is not the shuffle's
+        ranks = jax.random.bits(epoch_key, (length,))
+        order = jnp.argsort(jnp.where(data.mask, ranks, jnp.uint32(0xFFFFFFFF)), stable=True)
+        order = jnp.pad(order, (0, -length % batch))
+
+        def minibatch(place: Any, carry: Carry) -> Carry:
+            chosen = jax.lax.dynamic_slice(order, (place * batch,), (batch,))
+            mask = place * batch + jnp.arange(batch) < rows
+            carry = step(carry, jax.random.fold_in(steps_key, place), Data(data.x[chosen], data.y[chosen], mask))
+            if _checked.get():
+                message = "local step {step} of epoch {epoch} left numbers that are not finite"
+                checkify.check(trees.finite(carry), message, step=place + 1, epoch=number + 1)
+            return carry
+
+        return jax.lax.fori_loop(0, steps, minibatch, carry)
+
+    return jax.lax.fori_loop(0, epochs, epoch, carry)
+
+
+def descend(
+    model: Model,
+    loss: Callable[[Params, PRNGKeyArray, Data], Float[Array, ""]],
+    params: Params,
+    training: Training,
+    lr: Float[Array, ""],
+    key: PRNGKeyArray,
+    data: Data,
+    after: Callable[[Params], Params] | None = None,
+) -> tuple[Params, Float[Array, ""]]:
+    """Minimise `loss(params, key, minibatch)` by `training`; returns the parameters and the mean loss over the steps.
+
+    `after` is applied to the parameters after each step, as the proximal map of what `loss` leaves out.
+    """
+    optimiser = training.build(lr, model)
+
+    def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
+        params, state, total, steps = carry
+        value, gradient = jax.value_and_grad(loss)(params, key, batch)
+        params, state = move(optimiser, params, gradient, state)
+        return params if after is None else after(params), state, total + value, steps + 1
+
+    start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
+    params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
+    return params, total / jnp.maximum(steps, 1)
+
+
+def move(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+    """A step of one of Optax's optimisers; returns the values and the optimiser's state."""
+    with trees.other_peoples_code():
+        updates, state = optimiser.update(gradient, state, values)
+    return optax.apply_updates(values, updates), state
+
+
+def momentum_step(params: Params, momentum: Params, delta: Params, lr: float, decay: float) -> tuple[Params, Params]:
+    """A server's step of SGD against `delta`; returns the parameters and the new momentum."""
+    momentum = jax.tree.map(lambda old, new: decay * old + new, momentum, delta)
+    return jax.tree.map(lambda w, step: w - lr * step, params, momentum), momentum
+
+
+def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:
+    """So many rows drawn with replacement; all of them where the client has no more."""
+    size, places = jnp.sum(data.mask), jnp.arange(count)
+    random = jnp.floor(jax.random.uniform(key, (count,)) * rows(data)).astype(places.dtype)
+    few = size <= count
+    chosen = jnp.clip(jnp.where(few, places, random), 0, data.mask.shape[0] - 1)
+    return Data(data.x[chosen], data.y[chosen], jnp.where(few, places < size, True))
+
+
+def halves(key: PRNGKeyArray, data: Data) -> tuple[Data, Data]:
+    """The client's rows in two random halves, the second the larger one where they are odd; as masks, nothing is copied.
+
+    >>> data = Data(jnp.zeros((9, 1)), jnp.zeros(9), jnp.arange(9) < 5)
+    >>> [int(rows(half)) for half in halves(jax.random.key(0), data)]
+    [2, 3]
+    """
+    place = jnp.argsort(shuffle(key, data))
+    first = place < jnp.sum(data.mask) // 2
+    return data._replace(mask=data.mask & first), data._replace(mask=data.mask & ~first)
+
+
+def first_half(batch: Data) -> tuple[Data, Data]:
+    """A minibatch in two, the second the larger one where its rows are odd; those that exist are in front of its padding."""
+    first = jnp.arange(batch.mask.shape[0]) < jnp.sum(batch.mask) // 2
+    return batch._replace(mask=batch.mask & first), batch._replace(mask=batch.mask & ~first)
+
+
+def shuffle(key: PRNGKeyArray, data: Data) -> Int[Array, " n"]:
+    """Indices of the client's rows in random order, then those of its padding, whose length changes nothing.
+
+    >>> data = Data(jnp.zeros((5, 1)), jnp.zeros(5), jnp.arange(5) < 3)
+    >>> sorted(shuffle(jax.random.key(0), data)[:3].tolist())
+    [0, 1, 2]
+    """
+    ranks = jax.random.bits(key, data.mask.shape)
+    return jnp.lexsort((ranks, ~data.mask))
+
+
+def mean_loss(model: Model, params: Params, batch: Data) -> Float[Array, ""]:
+    """The mean negative log-likelihood −1/n Σ log p(y | x, params) over the rows that exist."""
+    return masked_mean(-model.likelihood.log_prob(model.apply(params, batch.x), batch.y), batch.mask)
+
+
+def masked_mean(values: Float[Array, " n"], mask: Shaped[Array, " n"]) -> Float[Array, ""]:
+    """The mean over the rows that exist; 0 where there are none."""
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1).astype(values.dtype)
+
+
+def rows(data: Data) -> Float[Array, ""]:
+    """How many rows the client has."""
+    return jnp.sum(data.mask).astype(jnp.float32)

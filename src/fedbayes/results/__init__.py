@@ -1,0 +1,1 @@
+"""What a run leaves: fits, posteriors, run folders."""

@@ -1,0 +1,88 @@
+"""Pictures of a fit over silos: the bound as it rose, and the marginals of what all silos share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedbayes.models.structured import numbers
+
+MOST = 24
+"""Numbers whose marginals are drawn."""
+STYLES = ("-", "--", "-.", ":")
+COLOURS = ("#1f4e79", "#c0504d", "#7f7f7f", "#4f9d69", "#8064a2", "#e08e2b")
+
+
+def write_pictures(fit: Any, folder: Path) -> None:
+    """bound.png, posterior.png and posterior.nc in the folder of a run."""
+    bound_figure(fit).savefig(folder / "bound.png", dpi=120)
+    named = [(name, value) for name, value in numbers(fit.draws(4000)) if value.std() > 0]
+    if named:
+        marginals({"posterior": dict(named[:MOST])}).savefig(folder / "posterior.png", dpi=120)
+    fit.posterior(2000).to_netcdf(str(folder / "posterior.nc"), engine="h5netcdf")
+
+
+def bound_figure(fit: Any) -> Figure:
+    """The bound over rounds; the axis begins where the last nine tenths lie, so that the end can be seen."""
+    rounds, bound = np.array([entry["round"] for entry in fit.history]), fit.bound
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rounds, bound, color=COLOURS[0], linewidth=1.5)
+    if limits := tail(bound[len(bound) // 10 :]):
+        axes.set_ylim(*limits)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("round")
+    axes.set_ylabel("bound on log p(y)")
+    axes.set_title(f"{fit.result['algorithm']} over {len(fit.simulation.names)} silos", loc="left", fontsize=10)
+    return figure
+
+
+def tail(values: np.ndarray) -> tuple[float, float] | None:
+    """Limits of an axis that shows these values; None where they are all one."""
+    width = np.ptp(values) if len(values) else 0.0
+    return (values.min() - 0.05 * width, values.max() + 0.1 * width) if width > 0 else None
+
+
+def marginals(methods: dict[str, dict[str, Any]], columns: int = 3) -> Figure:
+    """The marginal density of each number, one panel each, a line for each method's draws."""
+    names = list(dict.fromkeys(name for draws in methods.values() for name in draws))
+    columns = min(columns, len(names))
+    lines = -(-len(names) // columns)
+    figure = Figure(figsize=(2.9 * columns, 2.1 * lines + 0.2 * len(methods)), layout="constrained")
+    for place, name in enumerate(names):
+        axes = figure.add_subplot(lines, columns, place + 1)
+        for number, (method, draws) in enumerate(methods.items()):
+            if name in draws:
+                grid, density = smooth(np.asarray(draws[name], float))
+                style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
+                axes.plot(grid, density, linewidth=1.6, label=method, **style)
+                if number == 0:  # what the others are held against
+                    axes.fill_between(grid, density, color=style["color"], alpha=0.15, linewidth=0)
+        axes.set_title(name, fontsize=10)
+        axes.set_yticks([])
+        axes.spines[["left", "top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    if len(methods) > 1:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False, fontsize=9)
+    return figure
+
+
+def smooth(draws: np.ndarray, points: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """A kernel density estimate, with Silverman's width.
+
+    >>> grid, density = smooth(np.random.default_rng(0).normal(size=4000))
+    >>> bool(abs(np.trapezoid(density, grid) - 1) < 0.01)
+    True
+    """
+    low, high = np.quantile(draws, [0.0005, 0.9995])
+    spread = min(draws.std(), np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.34) or draws.std() or 1.0
+    width = 0.9 * spread * len(draws) ** -0.2
+    grid = np.linspace(low - 3 * width, high + 3 * width, points)
+    edges = np.concatenate([grid - (grid[1] - grid[0]) / 2, grid[-1:] + (grid[1] - grid[0]) / 2])
+    counts = np.histogram(draws, edges)[0] / len(draws)
+    offsets = (np.arange(points)[:, None] - np.arange(points)) * (grid[1] - grid[0]) / width
+    return grid, (np.exp(-0.5 * offsets**2) / (width * np.sqrt(2 * np.pi))) @ counts

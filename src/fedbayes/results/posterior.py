@@ -1,0 +1,321 @@
+"""`Posterior`: one person's model, which predicts on its own, and its file to take away.
+
+The file is safetensors: what every client receives (`Down`) and what this one keeps (`Local`), with JSON beside them that says
+which algorithm and network they belong to, how rows are read, and what the file was made from. It needs neither the run nor its
+data. It carries its own prediction for two rows of zeros and ones: whoever loads it must get the same numbers, or is told so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedbayes import __version__, wire
+from fedbayes.algorithm import AnyNetwork
+from fedbayes.data.clients import Clients
+from fedbayes.data.layout import Layout
+from fedbayes.engine import keys
+from fedbayes.errors import UserError
+from fedbayes.evaluation import assess
+from fedbayes.models import Model
+from fedbayes.models.predictive import Uncertainty, is_numeric, predictive, quantile, uncertainty
+from fedbayes.results import serialise
+from fedbayes.results.folder import write
+from fedbayes.sheets import listing
+
+KIND = "fedbayes posterior"
+SCHEMA = 1
+"""Of the file; it grows when a field changes its meaning."""
+BLOCK = 1024
+"""RowSpec that `table` predicts at once; images as few as in an evaluation."""
+INTERVAL = (0.05, 0.95)
+CLOSE = 1e-3
+"""How far the prediction that a file carries may be from the one that is found, as a share: processors round differently."""
+
+
+class RowSpec(NamedTuple):
+    """What a row is."""
+
+    shape: tuple[int, ...]
+    classes: tuple[str, ...] | None
+    """A name for each class; None for a numeric target."""
+    layout: Layout
+    """How tables become rows."""
+
+    @classmethod
+    def of(cls, data: Clients) -> RowSpec:
+        """Those of a data set."""
+        return cls(data.shape, data.classes, data.layout)
+
+    def check(self, x: Any) -> np.ndarray:
+        """RowSpec as an array; a data frame's columns are found by name."""
+        if hasattr(x, "columns") and self.layout.columns:
+            return self.layout.encode(x, "x")
+        return checked_rows(x, self.shape)
+
+
+@dataclasses.dataclass(repr=False, eq=False)
+class Posterior:
+    """A model with all that it needs to predict: for one client, for somebody's own rows, or the shared one.
+
+    `Fit.posterior_of` and `Fit.adapt` make one; `save` and `load` keep it in a file.
+
+    >>> import tempfile
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fit = fb.simulate(fb.FedPer(fb.network("mlp", clients, hidden=(8,))), clients, rounds=1, cohort=5)
+    >>> x, y = clients.rows("3")
+    >>> mine = fit.adapt(x, y)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mine.save(f"{folder}/me.safetensors")
+    ...     again = Posterior.load(f"{folder}/me.safetensors")
+    >>> again
+    Posterior(FedPer with mlp, for 92 rows; rows of (64,) to 10 classes; 1 rounds on digits)
+    >>> bool((again.predict(x[:5]) == mine.predict(x[:5])).all())
+    True
+    """
+
+    algorithm: AnyNetwork
+    down: Any
+    """What every client receives, in the algorithm's own form."""
+    local: Any
+    """What this one keeps, in the algorithm's own form."""
+    key: PRNGKeyArray
+    rows: RowSpec
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What it was made from: for whom, and of which run."""
+
+    def __repr__(self) -> str:
+        classes = self.rows.classes
+        target = "a number" if classes is None else ", ".join(classes) if len(classes) <= 5 else f"{len(classes)} classes"
+        aim = f"{self.rows.layout.target}: {target}" if self.rows.layout.target and self.rows.layout.columns else target
+        inputs = ", ".join(column.name for column in self.rows.layout.columns[:6]) or f"rows of {self.rows.shape}"
+        inputs += ", …" if len(self.rows.layout.columns) > 6 else ""
+        where = f"; {self.made['rounds']} rounds on {self.made['data']['name']}" if "data" in self.made else ""
+        name = f"{self.algorithm.title} with {self.algorithm.model.name}"
+        return f"Posterior({name}, for {self.made.get('for', 'somebody')}; {inputs} to {aim}{where})"
+
+    def _repr_html_(self) -> str:
+        return listing(repr(self), [], [[name, str(value)] for name, value in self.facts().items() if value is not None])
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, for whom, and what it was made from."""
+        data = self.made.get("data", {})
+        return {
+            "algorithm": self.algorithm.title,
+            "network": self.algorithm.model.name,
+            "for": self.made.get("for"),
+            "training rows": self.made.get("rows"),
+            "reads": ", ".join(column.name for column in self.rows.layout.columns) or f"rows of shape {self.rows.shape}",
+            "predicts": "a number" if self.rows.classes is None else ", ".join(self.rows.classes),
+            "data": data.get("name"),
+            "rounds": self.made.get("rounds"),
+            "seed": self.made.get("seed"),
+            "fedbayes": self.made.get("fedbayes"),
+        }
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it predicts numbers rather than labels."""
+        return is_numeric(self.algorithm.likelihood)
+
+    def draws(self, x: Any) -> Float[Array, "s n k"]:
+        """Posterior draws of the likelihood's parameters for rows `x`, an array or a data frame."""
+        return self._draws(jnp.asarray(self.rows.check(x)))
+
+    def _draws(self, x: Array) -> Float[Array, "s n k"]:
+        return self.algorithm.predict(keys.fold(self.key, np.uint32(keys.PREDICT)), self.down, self.local, x)
+
+    def predict(self, x: Any) -> Float[Array, "n c"]:
+        """The prediction for rows `x`: probabilities of the labels, or mean and standard deviation of a number."""
+        return predictive(self.algorithm.likelihood, self.draws(x))
+
+    def uncertainty(self, x: Any) -> Uncertainty:
+        """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
+        return uncertainty(self.algorithm.likelihood, self.draws(x))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of what `table` gives."""
+        if self.numeric:
+            return ["mean", "standard_deviation", "5%", "95%", "aleatoric_variance", "epistemic_variance"]
+        added = ["entropy", "mutual_information"]
+        return [f"p({name})" if name in added else name for name in self.rows.classes or ("0", "1")] + added
+
+    def table(self, x: Any) -> np.ndarray:
+        """All that is said of rows `x`, compiled and in blocks of rows: memory is that of one block.
+
+        For labels their probabilities, the entropy and the mutual information, in nats. For a number its mean and standard
+        deviation, the 5 % and 95 % quantiles of the mixture over draws, and the aleatoric and epistemic parts of the variance.
+        """
+        x = self.rows.check(x)
+        found, block = [], BLOCK if len(self.rows.shape) == 1 else assess.BLOCK
+        for start in range(0, len(x), block):
+            # Always the same number of rows: one program, and a row's numbers do not depend on how many come after it.
+            part = x[start : start + block]
+            padded = np.pad(part, [(0, block - len(part))] + [(0, 0)] * (x.ndim - 1), mode="edge")
+            found.append(np.asarray(_table(self.algorithm, self.key, self.down, self.local, padded))[: len(part)])
+        return np.concatenate(found)
+
+    def save(self, path: Path | str) -> None:
+        """Write the file, whole or not at all."""
+        path = Path(path)
+        arrays: dict[str, np.ndarray] = {}
+        forms = {name: serialise.flatten(getattr(self, name), name, arrays) for name in ("down", "local")}
+        arrays["check"] = self._check()
+        try:
+            algorithm = serialise.encode(self.algorithm)
+        except serialise.Own:
+            algorithm = {"algorithm": self.algorithm.title}
+        about: dict[str, Any] = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "fedbayes": __version__,
+            "jax": jax.__version__,
+            "algorithm": algorithm,
+            **forms,
+            "rows": {**self.rows._asdict(), "layout": self.rows.layout.to_json()},
+            "key": {"implementation": str(jax.random.key_impl(self.key)), "data": jax.random.key_data(self.key).tolist()},
+            "made": self.made,
+        }
+        about = json.loads(json.dumps(about))  # as it will be read
+        content = wire.pack(arrays, {**about, "sha256": _digest(about, arrays)})
+        own = "algorithm" in algorithm
+        # Read before it is written: a file that cannot be read again would be a loss that is found too late.
+        _read(
+            content,
+            str(path),
+            model=self.algorithm.model if serialise.needs_model(algorithm) else None,
+            algorithm=self.algorithm if own else None,
+        )
+        try:
+            write(path, content)
+        except OSError as problem:
+            raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None
+
+    @classmethod
+    def load(cls, path: Path | str, *, model: Model | None = None, algorithm: AnyNetwork | None = None) -> Posterior:
+        """What `save` wrote.
+
+        Args:
+            path: The file.
+            model: The network, where it is your own: code is never stored.
+            algorithm: The algorithm with its network, where that is your own.
+        """
+        path = Path(path)
+        try:
+            content = path.read_bytes()
+        except OSError as problem:
+            raise UserError(
+                f"{path} cannot be read ({problem.strerror}); give a file that fedbayes personalise or Posterior.save wrote"
+            ) from None
+        return _read(content, str(path), model, algorithm)
+
+    def _check(self) -> np.ndarray:
+        """The mean over draws for a row of zeros and one of ones."""
+        x = np.stack([np.zeros(self.rows.shape, np.float32), np.ones(self.rows.shape, np.float32)])
+        return np.asarray(jnp.mean(self._draws(jnp.asarray(x)), axis=0))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _table(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, x: Array) -> Float[Array, "n c"]:
+    likelihood = algorithm.likelihood
+    draws = algorithm.predict(keys.fold(key, np.uint32(keys.PREDICT)), down, local, x)
+    said, sure = predictive(likelihood, draws), uncertainty(likelihood, draws)
+    more = [sure.total, sure.epistemic]
+    if is_numeric(likelihood):
+        more = [*(quantile(likelihood, draws, level) for level in INTERVAL), sure.aleatoric, sure.epistemic]
+    return jnp.concatenate([said, jnp.stack(more, axis=-1)], axis=-1)
+
+
+def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """RowSpec of features, refused where they are not finite numbers in rows of this shape."""
+    try:
+        x = np.asarray(x)
+    except ValueError:
+        raise UserError(f"x is {type(x).__name__} whose rows differ in length; expected rows of shape {shape}") from None
+    if x.shape[1:] != shape or not len(x) or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+        raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
+    return x
+
+
+def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork | None) -> Posterior:
+    try:
+        arrays, about = safetensors.numpy.load(content), wire.metadata(content)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{where} is no safetensors file, or it is cut off or damaged; copy it again") from None
+    if not isinstance(about, dict) or about.get("kind") != KIND:
+        raise UserError(f"{where} is not a personal model; give a file that fedbayes personalise or Posterior.save wrote")
+    if about.get("schema") != SCHEMA:
+        newer = not isinstance(about.get("schema"), int) or about["schema"] > SCHEMA
+        advice = "update fedbayes" if newer else "make it again with fedbayes personalise"
+        raise UserError(
+            f"{where} has schema {about.get('schema')} (of fedbayes {about.get('fedbayes')}), but this version reads schema "
+            f"{SCHEMA}; {advice}"
+        )
+    if about.pop("sha256", None) != _digest(about, arrays):
+        raise UserError(f"{where} does not match its checksum: some of its bytes were changed; copy it again or make it again")
+    try:
+        found = _built(about, arrays, model, algorithm)
+    except UserError as problem:
+        raise UserError(f"{where}: {problem}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise UserError(f"{where} lacks a part or holds a wrong one ({problem!r}); make it again") from None
+    if model is None and algorithm is None:
+        made_with = f"fedbayes {about['fedbayes']} with jax {about['jax']}"
+        reason = f"this version predicts other numbers than {made_with}, which wrote it; use that one"
+    else:
+        reason = f"the {'model' if algorithm is None else 'algorithm'} that was given is not the one that it was made with"
+    try:
+        now, then = found._check(), arrays["check"]
+    except Exception as problem:  # whatever somebody's own network does with parameters that are not its own
+        raise UserError(f"{where}: {reason} ({str(problem).splitlines()[0] if str(problem) else problem!r})") from None
+    if now.shape != then.shape or not np.allclose(now, then, rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        raise UserError(f"{where}: {reason}")
+    return found
+
+
+def _built(
+    about: dict[str, Any], arrays: dict[str, np.ndarray], model: Model | None, algorithm: AnyNetwork | None
+) -> Posterior:
+    given = about["algorithm"]
+    if "algorithm" in given and algorithm is None:
+        raise UserError(
+            f"its algorithm {given['algorithm']} is somebody's own code and not in the file; "
+            "load it in Python with Posterior.load(path, algorithm=…)"
+        )
+    if algorithm is None and model is not None and not serialise.needs_model(given):
+        raise UserError("its network is in the file; leave model out")
+    built = serialise.decode(given, model) if algorithm is None else algorithm
+    home, rows, key = type(built).__module__, about["rows"], about["key"]
+    return Posterior(
+        built,
+        serialise.unflatten(about["down"], arrays, home),
+        serialise.unflatten(about["local"], arrays, home),
+        jax.random.wrap_key_data(jnp.array(key["data"], jnp.uint32), impl=key["implementation"]),
+        RowSpec(
+            tuple(rows["shape"]),
+            None if rows["classes"] is None else tuple(rows["classes"]),
+            Layout.from_json(rows["layout"]),
+        ),
+        about["made"],
+    )
+
+
+def _digest(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()

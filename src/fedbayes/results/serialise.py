@@ -1,0 +1,188 @@
+"""Algorithms, networks and states as JSON, and back: what a file must say so that another process can predict.
+
+What is read is looked up in tables of this package: nothing in a file is run, and no name in it is imported from elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbayes.algorithms import REGISTRY, find
+from fedbayes.algorithms.tempered import Tempered
+from fedbayes.data.unlabelled import Unlabelled
+from fedbayes.errors import UserError
+from fedbayes.models import Bernoulli, Categorical, Model, Normal, Poisson, in_units
+from fedbayes.models.networks import NETWORKS
+from fedbayes.primitives.training import Training
+
+OPTIONS = {cls.__name__: cls for cls in (Training, Tempered, Bernoulli, Categorical, Normal, Poisson)}
+"""Dataclasses beside the algorithms that a file may name."""
+MAKERS = {**NETWORKS, "in_units": in_units}
+"""Functions that make networks."""
+FUNCTIONS = {name: getattr(jax.nn, name) for name in ("relu", "gelu", "silu", "elu", "selu", "celu", "leaky_relu", "softplus")}
+FUNCTIONS |= {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "sin": jnp.sin}
+"""Activations that a file may name."""
+
+
+class Own(Exception):
+    """A part that a file cannot describe, because somebody else wrote it."""
+
+
+def encode(value: Any) -> Any:
+    """An option of an algorithm as JSON; `Own` where it is somebody's own code.
+
+    >>> encode(Training(lr=0.1, decay_at=(0.5,)))["fields"]["decay_at"]
+    {'tuple': [0.5]}
+    """
+    if isinstance(value, Unlabelled):
+        return None  # the server's rows have no part in predictions, and are nobody else's to carry away
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, np.ndarray | jax.Array) and value.dtype.kind in "biuf":
+        return {"array": np.asarray(value).tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, tuple | list):
+        return {"tuple" if isinstance(value, tuple) else "list": [encode(entry) for entry in value]}
+    if isinstance(value, Model):
+        return _encode_model(value)
+    if type(value) in OPTIONS.values() or _registered(type(value)) is not None:
+        name = _registered(type(value)) or type(value).__name__
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"class": name, "fields": fields}
+    for name, function in FUNCTIONS.items():
+        if value is function:
+            return {"function": name}
+    raise Own(f"{getattr(value, '__qualname__', type(value).__name__)}")
+
+
+def _encode_model(model: Model) -> dict[str, Any]:
+    if model.recipe is not None:
+        try:
+            arguments = {name: encode(argument) for name, argument in model.recipe.arguments.items()}
+        except Own:
+            return {"own": model.name}
+        if not any("own" in argument for argument in arguments.values() if isinstance(argument, dict)):
+            return {"network": model.recipe.maker, "arguments": arguments}
+    return {"own": model.name}
+
+
+def decode(given: Any, model: Model | None = None) -> Any:
+    """What `encode` was given; `model` takes the place of a network of somebody's own.
+
+    >>> decode(encode(Training(lr=0.1, decay_at=(0.5,)))) == Training(lr=0.1, decay_at=(0.5,))
+    True
+    """
+    if not isinstance(given, dict):
+        return given
+    if "array" in given:
+        return np.array(given["array"], np.dtype(given["dtype"]))
+    if "tuple" in given or "list" in given:
+        entries = [decode(entry, model) for entry in given["tuple" if "tuple" in given else "list"]]
+        return tuple(entries) if "tuple" in given else entries
+    if "function" in given:
+        return _known(FUNCTIONS, given["function"], "activation")
+    if "own" in given:
+        if model is None:
+            raise UserError(
+                f"it needs the network {given['own']!r}, which is somebody's own code and not in the file; "
+                "load it in Python with Posterior.load(path, model=…)"
+            )
+        return model
+    if "network" in given:
+        maker = _known(MAKERS, given["network"], "network")
+        if given["network"] in NETWORKS and not {"shift", "scale"} <= set(given["arguments"]):
+            raise UserError("it does not say how features are scaled, without which predictions would be wrong; make it again")
+        return _called(maker, given["network"], {name: decode(value, model) for name, value in given["arguments"].items()})
+    cls = OPTIONS.get(given["class"]) or find(given["class"], "clients")
+    return _called(cls, given["class"], {name: decode(value, model) for name, value in given["fields"].items()})
+
+
+def needs_model(given: Any) -> bool:
+    """Whether a network of somebody's own is a part of what was encoded."""
+    if isinstance(given, dict):
+        return "own" in given or any(needs_model(value) for value in given.values())
+    return isinstance(given, list) and any(needs_model(value) for value in given)
+
+
+def _called(function: Any, name: str, arguments: dict[str, Any]) -> Any:
+    if unknown := sorted(set(arguments) - set(inspect.signature(function).parameters)):
+        raise UserError(f"{name} has no option {', '.join(unknown)} in this version of fedbayes; install the one that wrote it")
+    return function(**arguments)
+
+
+def _known(table: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in table:
+        raise UserError(f"there is no {what} {name!r} in this version of fedbayes; install the one that wrote it")
+    return table[name]
+
+
+def _registered(cls: type[Any]) -> str | None:
+    """The name of an algorithm's class in the registry; loads no module."""
+    names = (name for name, (module, found, *_) in REGISTRY.items() if (module, found) == (cls.__module__, cls.__name__))
+    return next(names, None)
+
+
+def flatten(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    """A pytree's form as JSON; its arrays are put into `arrays` under their paths.
+
+    >>> arrays = {}
+    >>> flatten({"w": (np.ones(2), None)}, "down", arrays), sorted(arrays)
+    ({'dict': {'w': {'tuple': ['down/w/0', None]}}}, ['down/w/0'])
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {"dict": {name: flatten(value, f"{path}/{name}", arrays) for name, value in tree.items()}}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        fields = {name: flatten(value, f"{path}/{name}", arrays) for name, value in zip(tree._fields, tree, strict=True)}
+        return {"named": [type(tree).__module__, type(tree).__qualname__], "fields": fields}
+    if isinstance(tree, tuple | list):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [flatten(value, f"{path}/{place}", arrays) for place, value in enumerate(tree)]}
+    if not hasattr(tree, "dtype") and not isinstance(tree, bool | int | float):
+        raise UserError(f"{path} is {type(tree).__name__}; a state is arrays in dicts, tuples and NamedTuples")
+    arrays[path] = np.asarray(tree)
+    return path
+
+
+def unflatten(form: Any, arrays: Mapping[str, np.ndarray], home: str = "") -> Any:
+    """The pytree of a form and its arrays; NamedTuples are those of fedbayes, or of the module `home`."""
+    if form is None:
+        return None
+    if isinstance(form, str):
+        return jnp.asarray(arrays[form])
+    if "dict" in form:
+        return {name: unflatten(value, arrays, home) for name, value in form["dict"].items()}
+    if "named" in form:
+        module, name = form["named"]
+        return _named_tuple(module, name, home)(**{n: unflatten(value, arrays, home) for n, value in form["fields"].items()})
+    entries = [unflatten(entry, arrays, home) for entry in form.get("tuple", form.get("list"))]
+    return tuple(entries) if "tuple" in form else entries
+
+
+MOVED = {"fedbayes.gaussian": "fedbayes.primitives.gaussian", "fedbayes.tempered": "fedbayes.algorithms.tempered"}
+"""Where NamedTuples of older files are now."""
+
+
+def _named_tuple(module: str, name: str, home: str) -> Any:
+    found, module = None, MOVED.get(module, module)
+    if module.split(".")[0] == "fedbayes":
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            found = None
+    elif home:
+        found = getattr(sys.modules[home], name, None)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise UserError(f"there is no {module}.{name} in this version of fedbayes; install the one that wrote it")
+    return found

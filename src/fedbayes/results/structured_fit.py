@@ -1,0 +1,384 @@
+"""From a structured model and silos to a posterior that ArviZ reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fedbayes import __version__, trees, wire
+from fedbayes.algorithm import AnyStructured
+from fedbayes.engine import keys, silo_programs
+from fedbayes.engine.round import round_count
+from fedbayes.engine.silo_data import from_shapes, naming_silo, plan
+from fedbayes.engine.silos import SiloSimulation, SiloStates
+from fedbayes.errors import UserError
+from fedbayes.models.sites import Latent, Values
+from fedbayes.models.structured import Structured, numbers
+from fedbayes.primitives import gaussian, variational
+from fedbayes.primitives.dependence import inseparable
+from fedbayes.results.folder import SCHEMA, Run, about, describe, read_json
+from fedbayes.results.loop import listening, run_rounds
+from fedbayes.results.pictures import write_pictures
+from fedbayes.results.structured_text import HEADINGS, rows, table, verdict
+from fedbayes.sheets import listing
+from fedbayes.trees import quietly
+from fedbayes.wire import provenance
+
+if TYPE_CHECKING:
+    import arviz as az
+
+CHECKPOINT = 10.0
+"""Seconds between checkpoints."""
+WINDOWS = 200
+"""Points of a run's curve of bounds."""
+LARGEST = 200
+"""Global latents up to which k̂ is part of the result."""
+
+
+@dataclasses.dataclass
+class SiloFit:
+    """What was learnt over silos: q(Z_G), each silo's q(Z_L | Z_G), and how the bound rose."""
+
+    simulation: SiloSimulation
+    result: dict[str, Any]
+    history: list[dict[str, Any]]
+    adapted: tuple[str, ...] = ()
+    """Silos that came later: q(Z_G) knows nothing of their data."""
+
+    def __repr__(self) -> str:
+        settings, count = self.result, len(self.simulation.names)
+        return f"SiloFit({settings['algorithm']}, {settings['rounds']} rounds over {count} silo{'s' * (count > 1)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{table(self.result)}"
+
+    def _repr_html_(self) -> str:
+        listed = rows(self.result) or [["too many numbers to list"]]
+        return listing(repr(self), ["", *HEADINGS], listed, verdict(self.result))
+
+    @property
+    def shared(self) -> variational.Shared:
+        """η_G and θ."""
+        return self.simulation.algorithm.shared(self.simulation.state)
+
+    @property
+    def theta(self) -> Values:
+        """θ, as the model has it."""
+        return self._structured.theta_values(self.shared.theta, self.simulation.data(self.simulation.names[0]))
+
+    @property
+    def _structured(self) -> Structured:
+        return self.simulation.algorithm.structured
+
+    @property
+    def bound(self) -> Float[np.ndarray, " windows"]:
+        """The bound as it rose, averaged over windows of rounds."""
+        return np.array([entry["bound"] for entry in self.history])
+
+    def draws(self, count: int = 1000, seed: int = 0) -> dict[str, Array]:
+        """Draws from q(Z_G), as the population's sites have it: (count, …) for each."""
+        return self._sites(_global_draws(self.shared.eta, count, seed))
+
+    def _sites(self, z: Float[Array, "s n"]) -> dict[str, Array]:
+        values = silo_programs.global_values(self._structured, self.shared.theta, z)
+        return {name: values[name] for name in self._structured.global_names()}
+
+    def posterior(self, draws: int = 1000, seed: int = 0, *, corrected: bool = False) -> az.InferenceData:
+        """The posterior of what all silos share, for ArviZ.
+
+        `corrected` resamples draws from q by their importance weights, for which each silo is asked once more (see `diagnose`);
+        where k̂ is below 0.7 this mends what the family of q misses.
+        """
+        if not corrected:
+            return _inference_data({"posterior": self.draws(draws, seed)})
+        z, weights, khat = self._weighed(4 * draws, 100, seed)
+        if not khat < 0.7:
+            raise UserError(f"k̂ is {khat:.2f}: the weights of q's draws cannot be trusted above 0.7; fit longer or more richly")
+        chosen = np.random.default_rng(seed).choice(len(weights), draws, p=weights)
+        return _inference_data({"posterior": self._sites(z[chosen])})
+
+    def local_posterior(self, silo: str, draws: int = 1000, seed: int = 0) -> az.InferenceData:
+        """A silo's own posterior, computed where its data is: its latents and the global ones that they were drawn with.
+
+        Also what the model would observe there (posterior_predictive), what was observed, and its log density.
+        """
+        values, data = self._local(silo, draws, seed), self.simulation.data(silo)
+        latents, seen = self._structured.local_latents(data), self._structured.observed_values(data)
+        logs = {f"log {name}" for name in seen}
+        groups = {
+            "posterior": {name: value for name, value in values.items() if name not in seen and name not in logs},
+            "posterior_predictive": {name: value for name, value in values.items() if name in seen},
+            "log_likelihood": {name: values[f"log {name}"] for name in seen},
+            "observed_data": seen,
+        }
+        return _inference_data(groups, latents)
+
+    def _local(self, silo: str, draws: int, seed: int) -> Values:
+        return self._predicted(silo, *self.simulation.parts[self.simulation.index(silo)], draws, seed, own=True)
+
+    def _predicted(self, silo: str, form: trees.Form, arrays: Any, draws: int, seed: int, *, own: bool) -> Values:
+        key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
+        family = self.simulation.algorithm.family
+        return silo_programs.predict(family, self._structured, form, draws, own, key, self.shared, self._eta(silo), arrays)
+
+    def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
+        """Draws of what a silo would observe on new rows, and of the model's deterministic sites: (draws, …) for each.
+
+        What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior,
+        or from what an encoder gives for them.
+        What is not known of the new rows may be None where the model allows `obs=None`.
+        """
+        form, arrays = naming_silo(silo, trees.take_apart, data)
+        return self._predicted(silo, form, arrays, draws, seed, own=False)
+
+    def adapt(self, name: str, data: Any, seed: int = 0) -> SiloFit:
+        """This fit with one silo more, which did not train: it fits its own latents to its data and changes nothing else."""
+        simulation, algorithm = self.simulation, self.simulation.algorithm
+        if name in simulation.names:
+            raise UserError(f"there is a silo {name!r} already; give the new one another name")
+        old = {silo: simulation.data(silo) for silo in simulation.names}
+        grown = SiloSimulation(algorithm, {**old, name: data}, seed=simulation.seed)
+        grown.state, grown.round = simulation.state, simulation.round
+        for silo in simulation.names:
+            grown.put(silo, simulation.own(silo))
+        key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
+        form, arrays = grown.parts[grown.index(name)]
+        grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
+        return SiloFit(grown, self.result, self.history, (*self.adapted, name))
+
+    def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
+        """PSIS k̂ of q(Z_G); see `diagnose`."""
+        return self.diagnose(draws, inner, seed)["khat"]
+
+    def diagnose(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> dict[str, float]:
+        """How q(Z_G) compares with the federated log density: k̂ of its importance weights, and their effective share.
+
+        Each silo tells log p(y_j | Z_G) at draws of Z_G, by importance sampling from its q(Z_L | Z_G) with `inner` draws; only
+        the sum over silos is needed. The effective share `ess` is 1 where q is the posterior. A k̂ above 0.7 says that the
+        posterior has heavier tails than q.
+        """
+        _, weights, khat = self._weighed(draws, inner, seed)
+        return {"khat": khat, "ess": float(1 / np.sum(weights**2) / draws)}
+
+    def _weighed(self, draws: int, inner: int, seed: int) -> tuple[Float[Array, "s n"], Float[np.ndarray, " s"], float]:
+        """Draws from q(Z_G), their Pareto-smoothed importance weights, and k̂."""
+        z = _global_draws(self.shared.eta, draws, seed)
+        ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(jax.vmap(_log_q(self.shared.eta))(z))
+        if not np.isfinite(ratios).all():
+            return z, np.eye(1, draws)[0], math.inf
+        smoothed, khat = quietly("arviz").psislw(ratios.astype(float))
+        weights = np.exp(np.asarray(smoothed))
+        return z, weights / weights.sum(), float(khat)
+
+    def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
+        """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
+        if why := _inseparable(self.simulation):
+            raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
+        family, structured = self.simulation.algorithm.family, self._structured
+        total = silo_programs.log_populations(structured, self.shared.theta, z)
+        for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
+            if name not in self.adapted:
+                key = keys.fold(jax.random.key(seed), np.uint32(place))
+                total = total + silo_programs.evidence(
+                    family, structured, form, inner, key, self.shared, self._eta(name), arrays, z
+                )
+        return total
+
+    def _eta(self, silo: str) -> variational.Locals:
+        """η_L of a silo, written with the μ_G that the server has."""
+        return self.simulation.algorithm.eta(self.simulation.own(silo), self.shared)
+
+
+def fit_silos(
+    algorithm: AnyStructured,
+    data: Mapping[str, Any],
+    rounds: int | None = None,
+    *,
+    cohort: int | float | None = None,
+    in_turn: bool = False,
+    seed: int = 0,
+    loop: bool = False,
+    start: SiloFit | None = None,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    callbacks: Sequence[Any] = (),
+    config: dict[str, Any] | None = None,
+) -> SiloFit:
+    """What `fedbayes.simulate` does for silos; see there.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from fedbayes.algorithms.sfvi import SFVI
+    >>> def population():
+    ...     return numpyro.sample("mean", dist.Normal(0.0, 10.0))
+    >>> def silo(mean, data):
+    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
+    >>> fit = fit_silos(SFVI(population, silo, lr=0.05), {"a": {"y": np.ones(8)}, "b": {"y": np.zeros(8)}}, 500)
+    >>> bool(abs(fit.draws()["mean"].mean() - 0.5) < 0.05)
+    True
+    """
+    if rounds is None:
+        rounds = algorithm.rounds or algorithm.default_rounds
+    rounds = round_count(rounds)
+    algorithm = plan(algorithm, data, rounds)
+    simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
+    messages = []
+    for group in simulation.groups:
+        name = simulation.names[group.places[0]]
+        leaves = naming_silo(name, wire.manifest, algorithm, simulation.data(name))
+        wire.check(leaves)
+        messages.append((len(group.places), leaves))
+    if start is not None:
+        _start_from(simulation, start)
+    settings: dict[str, Any] = {
+        "fedbayes": __version__,
+        "algorithm": algorithm.title,
+        "options": describe(algorithm),
+        "rounds": rounds,
+        "cohort": cohort,
+        "in_turn": in_turn,
+        "seed": seed,
+        "start": None if start is None else repr(start),
+        **_describe_silos(simulation),
+        **(config or {}),
+    }
+    run = Run(Path(folder), settings, resume, force) if folder is not None else None
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        simulation.local = SiloStates(simulation, run.folder / "local")
+        history = run.restore(simulation)
+        if not run.finished:
+            run.tell(about(messages))
+    listeners, saved = listening(callbacks), time.perf_counter()
+
+    def record(entry: dict[str, Any]) -> None:
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+
+    def due(round: int) -> bool:
+        nonlocal saved
+        if time.perf_counter() - saved < CHECKPOINT:
+            return False
+        saved = time.perf_counter()
+        return True
+
+    if run is None or not run.finished:
+        for one in listeners:
+            one.started(settings)
+    run_rounds(simulation, rounds, record, run, listeners, window=max(1, rounds // WINDOWS), due=due)
+    fit = SiloFit(simulation, settings, history)
+    if run is not None and run.finished:
+        fit.result = read_json(run.folder / "result.json")
+        return fit
+    began = time.perf_counter()
+    fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
+    if run is not None:
+        write_pictures(fit, run.folder)
+        run.time("posterior", simulation.round, time.perf_counter() - began)
+        run.finish(fit.result)
+    for one in listeners:
+        one.finished(fit.result)
+    return fit
+
+
+def _figures(fit: SiloFit) -> dict[str, Any]:
+    """The posterior of each number that silos share, up to a few hundred of them, the bound and k̂."""
+    posterior = {}
+    for name, value in numbers(fit.draws(4000), LARGEST):
+        low, high = np.quantile(value, [0.05, 0.95])
+        posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+    theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
+    small = fit.shared.eta.mean.size <= LARGEST and not _inseparable(fit.simulation)
+    found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
+    last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
+    return {
+        "posterior": posterior,
+        "theta": theta,
+        "bound": float(np.mean(last)),
+        **{name: value if math.isfinite(value) else None for name, value in found.items()},
+    }
+
+
+def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
+    """η_G, θ and η_L from another fit of the same model and silos."""
+    algorithm = simulation.algorithm
+    if not algorithm.starts_anywhere and type(algorithm) is not type(start.simulation.algorithm):
+        raise UserError(f"{algorithm.title} cannot start from another method's fit; SFVI can")
+    if start.simulation.names != simulation.names:
+        raise UserError("a fit to start from must be of the same silos, in the same order")
+    there, here = (jax.tree.map(jnp.shape, shared) for shared in (start.shared, algorithm.shared(simulation.state)))
+    if there != here:
+        raise UserError("a fit to start from must have the same model and family")
+    simulation.state = simulation.state._replace(shared=start.shared)
+    for name in simulation.names:
+        simulation.put(name, algorithm.local_from(simulation.own(name), start._eta(name), start.shared))
+
+
+def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
+    """Who the silos are, a digest of their data, and one of the model as a program."""
+    structured = simulation.algorithm.structured
+    digest, programs = hashlib.sha256(), []
+    z = jnp.zeros(structured.size())
+    rows = {}
+    for name, (form, arrays) in zip(simulation.names, simulation.parts, strict=True):
+        rows[name] = from_shapes(structured.rows, form, arrays)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        plates, blocks = (from_shapes(what, form, arrays) for what in (structured.plates, structured.blocks))
+        z_L = {plate: jnp.zeros((plates[plate].size, d)) for plate, (_, d) in blocks.items()}
+        programs.append(jax.make_jaxpr(functools.partial(_log_joint, structured, form))(z, z_L, arrays))
+    return {
+        "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},
+        "model": provenance.digest(*programs),
+    }
+
+
+def _inseparable(simulation: SiloSimulation) -> str:
+    structured = simulation.algorithm.structured
+    firsts = (simulation.data(simulation.names[group.places[0]]) for group in simulation.groups)
+    return next((why for data in firsts if (why := inseparable(structured, data))), "")
+
+
+def _log_joint(structured: Any, form: Any, z: Any, z_L: Any, arrays: Any) -> Any:
+    data = trees.put_together(form, arrays)
+    return structured.log_population({}, z), structured.log_silo({}, z, z_L, data)
+
+
+def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s n"]:
+    noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
+    return jax.vmap(lambda noise: gaussian.draw_global(q, noise))(noise)
+
+
+def _log_q(q: gaussian.Global) -> Callable[[Float[Array, " n"]], Float[Array, ""]]:
+    return lambda z: gaussian.log_global(q, z)
+
+
+def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
+    """Draws as one chain; an axis that is a plate has its name."""
+    dims = {}
+    for latent in latents or []:
+        value = np.asarray(groups["posterior"][latent.name])
+        names = [f"{latent.name}_dim_{axis}" for axis in range(value.ndim - 1)]
+        if latent.plate.name:
+            names[value.ndim - 1 - latent.transform.codomain.event_dim + latent.plate.dim] = latent.plate.name
+        dims[latent.name] = names
+    chains = {
+        group: {
+            name: np.asarray(value)[None] if group != "observed_data" else np.asarray(value) for name, value in sites.items()
+        }
+        for group, sites in groups.items()
+        if sites
+    }
+    return quietly("arviz").from_dict(dims=dims, **chains)

@@ -1,0 +1,1 @@
+"""Comparisons: methods × data × seeds."""
