@@ -103,7 +103,7 @@ def test_silos():
         "khat": 0.2,
         "ess": 0.9,
     }
-    one = fb.SiloFit(type("Simulation", (), {"names": ["a", "b"]})(), result, [])
+    one = fb.SiloFit(None, None, ("a", "b"), result, [])
     table = shown(one)
     assert "SiloFit(PVI, 3 rounds over 2 silos)" in table.words
     assert "effective share 90 %" in table.words

@@ -21,8 +21,8 @@ from fedbayes.evaluation.score import SHAPES, Score
 from fedbayes.models import Categorical, Normal, mlp
 from fedbayes.report import blocks, compared, page, predictions, records, sections, structured
 from fedbayes.report.sections import traffic
-from fedbayes.results.fit import simulate
 from fedbayes.results.folder import about
+from fedbayes.results.simulate import simulate
 from fedbayes.trees import quietly
 
 HOSTILE = ['<script>alert("1")</script>', '"><img src=x onerror=alert(2)>', "$\\frac{", "</svg><b>", "five & six", "ünï — 6"]

@@ -21,7 +21,7 @@ from fedbayes.errors import UserError
 from fedbayes.models import Categorical, mlp
 from fedbayes.primitives.training import Training
 from fedbayes.results import folder as results_folder
-from fedbayes.results.fit import simulate
+from fedbayes.results.simulate import simulate
 
 HERE = Path(__file__).parent
 
@@ -69,7 +69,11 @@ def test_a_finished_run_is_not_overwritten(finished, model, clients):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"seed": 1}, r"another seed \(seed: 0 there, 1 here\)"), ({"rounds": 5}, "another options, rounds")],
+    [
+        ({"seed": 1}, r"another seed: 0 there, 1 here; resume"),
+        ({"seed": 1, "dropout": 0.1}, r"another dropout: 0.0 there, 0.1 here \(and 1 more settings differ\); resume"),
+        ({"rounds": 3}, r"another rounds: 4 there, 3 here"),
+    ],
 )
 def test_another_config_is_refused(finished, model, clients, change, message):
     with pytest.raises(UserError, match=message):

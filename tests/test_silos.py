@@ -26,7 +26,7 @@ from fedbayes.engine.silos import SiloSimulation
 from fedbayes.errors import UserError
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.variational import Family
-from fedbayes.results.fit import simulate
+from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import fit_silos
 
 TABLE = {

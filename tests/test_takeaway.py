@@ -50,7 +50,7 @@ def fit_of(algorithm, data):
     """What is there before the first round: enough to adapt and to predict."""
     simulation = fb.Simulation(algorithm.planned(2, **data.facts), data)
     result = {"algorithm": type(algorithm).__name__, "data": {"name": data.name}, "model": None, "fedbayes": fb.__version__}
-    return fb.Fit(simulation, None, result, [])
+    return fb.Fit.of(simulation, None, result, [])
 
 
 def table():

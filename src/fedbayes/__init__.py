@@ -55,8 +55,10 @@ if TYPE_CHECKING:
     from fedbayes.primitives.training import Training
     from fedbayes.primitives.variational import Family
     from fedbayes.results import trackers
-    from fedbayes.results.fit import Fit, simulate
+    from fedbayes.results.fit import Fit
+    from fedbayes.results.opened import open
     from fedbayes.results.posterior import Posterior
+    from fedbayes.results.simulate import simulate
     from fedbayes.results.structured_fit import SiloFit
 
 __version__ = "0.1.0"
@@ -108,7 +110,8 @@ _WHERE = {
     "UserError": "errors",
     "assess": "evaluation.assess",
     "network": "models",
-    "simulate": "results.fit",
+    "open": "results.opened",
+    "simulate": "results.simulate",
 }
 _MODULES = {"data": "data", "models": "models", "trackers": "results.trackers"}
 
@@ -161,6 +164,7 @@ __all__ = [
     "data",
     "models",
     "network",
+    "open",
     "simulate",
     "trackers",
 ]

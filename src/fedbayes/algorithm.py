@@ -62,8 +62,10 @@ FACTS = ("rounds", "clients", "rows", "silos", "form")
 data."""
 
 
-def fact(name: str) -> Any:
+def fact(name: str, needed_by: str | None = None) -> Any:
     """A field that is None until the run that the algorithm is planned for says it (see `Algorithm.planned`).
+
+    With `needed_by` it stays None where that other field is empty: a run without a schedule can be extended.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Schedule:
@@ -73,7 +75,7 @@ def fact(name: str) -> Any:
     """
     if name not in FACTS:
         raise TypeError(f"there is no fact {name!r} of a run; there are {', '.join(FACTS)}")
-    return dataclasses.field(default=None, metadata={"fact": name})
+    return dataclasses.field(default=None, metadata={"fact": name, "needed_by": needed_by})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +240,8 @@ def plan(config: D, facts: dict[str, Any]) -> D:
             raise UserError(f"{field.name} is {value!r}, but it is a whole number")
         if isinstance(value, numbers.Real) and value != value:
             raise UserError(f"{field.name} is nan, but it is a number; look where it was computed")
-        if value is None and field.metadata.get("fact") in facts:
+        needed_by = field.metadata.get("needed_by")
+        if value is None and field.metadata.get("fact") in facts and (needed_by is None or getattr(config, needed_by)):
             changes[field.name] = facts[field.metadata["fact"]]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             planned = plan(value, facts)

@@ -14,9 +14,10 @@ from tyro.conf import Positional, arg
 
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import show
-from fedbayes.cli.run import finished
+from fedbayes.cli.personalise import rows_of
+from fedbayes.cli.run import opened, reloaded
 from fedbayes.errors import UserError
-from fedbayes.evaluation.pac_bayes import Certificate, certify
+from fedbayes.evaluation.pac_bayes import Certificate, certify, certify_rows
 from fedbayes.results.folder import write_json
 
 
@@ -27,7 +28,9 @@ class Options:
     run: Positional[Path]
     """Folder that `fedbayes run fedvi --no-bias --hold-out …` left."""
     client: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
-    """Clients, by name; by default all that were held out."""
+    """Clients, by name; by default all that were held out, whose rows are read again from where they were."""
+    data: Path | None = None
+    """Labelled rows of somebody who had no part in the run (.csv, .tsv, .parquet or .npz)."""
     delta: float = 0.05
     """δ: each bound holds with probability 1 − δ."""
     draws: int = 200
@@ -43,15 +46,32 @@ def main(arguments: Sequence[str]) -> None:
         "one draw of its own parameters errs on its next row with no more than the bound's probability (PAC-Bayes-kl)."
     )
     options = parse(Options, arguments, "fedbayes certify", does)
-    simulation = finished(options.run).simulation
-    held_out = [str(name) for name in simulation.data.names[simulation.data.unseen]]
-    if not options.client and not held_out:
-        raise UserError("no client was held out, and no certificate holds for one that trained; train with --hold-out")
-    found = [certify(simulation, client, delta=options.delta, draws=options.draws) for client in options.client or held_out]
+    found = of_rows(options) if options.data is not None else of_clients(options)
     show(certificate_table(found))
     if options.json is not None:
         write_json(options.json, [one._asdict() for one in found])
         show(f"certificates: {options.json}")
+
+
+def of_rows(options: Options) -> list[Certificate]:
+    """A certificate from the rows of a file; the run folder is enough."""
+    assert options.data is not None
+    if options.client:
+        raise UserError("data and client were both given; choose one: rows of somebody's own, or clients that were held out")
+    model = opened(options.run).newcomer
+    x, y = rows_of(model, options.data, labels=True)
+    given = (model.algorithm, model.key, model.down, model.local, model.rows.data(x, y), options.data.stem)
+    return [certify_rows(*given, delta=options.delta, draws=options.draws)]
+
+
+def of_clients(options: Options) -> list[Certificate]:
+    """Certificates of clients of the run that were held out."""
+    members = opened(options.run).members
+    held_out = [name for name, unseen in zip(members.names, members.unseen, strict=True) if unseen]
+    if not options.client and not held_out:
+        raise UserError("no client was held out, and no certificate holds for one that trained; train with --hold-out")
+    simulation = reloaded(options.run).simulation
+    return [certify(simulation, client, delta=options.delta, draws=options.draws) for client in options.client or held_out]
 
 
 def certificate_table(found: Sequence[Certificate]) -> Table:

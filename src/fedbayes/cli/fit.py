@@ -15,7 +15,7 @@ from fedbayes.algorithms import find, names
 from fedbayes.cli.arguments import keeping, parse, python_file
 from fedbayes.cli.display import progress_bar, show
 from fedbayes.errors import UserError
-from fedbayes.results.fit import simulate
+from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from tyro.conf import Positional, arg
 
-from fedbayes import wire
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import show
-from fedbayes.cli.run import finished
+from fedbayes.cli.run import opened, reloaded
 from fedbayes.data.stream import RowReader
 from fedbayes.errors import UserError
 from fedbayes.results.fit import Fit
@@ -33,16 +32,19 @@ class Options:
     client: Annotated[str | None, arg(metavar="NAME")] = None
     """A client of the run, by name: what it has kept since it trained."""
     adapted: bool = False
-    """With --client: fit the model to the client's training rows first."""
+    """With --client: fit the model to the client's training rows first, which are read again from where they were."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write the file and say what is in it."""
     does = (
         "Take a model away from a run: for somebody's own rows (--data), for a client of the run (--client), or, with neither, "
-        "the shared model. The file needs nothing else to predict: see fedbayes predict."
+        "the shared model. The run folder is enough. The file needs nothing else to predict: see fedbayes predict. The "
+        "algorithm's own settings, such as --tune.lr, may differ from the run's."
     )
-    options = parse(Options, arguments, "fedbayes personalise", does)
+    folder = next((Path(word) for word in arguments if (Path(word) / "result.json").is_file()), None)
+    fit = None if folder is None else opened(folder)
+    options = parse(Options, arguments, "fedbayes personalise", does, None if fit is None else fit.shared.algorithm)
     if options.data is not None and options.client is not None:
         raise UserError("data and client were both given; choose one: rows of somebody's own, or a client of the run")
     if options.adapted and options.client is None:
@@ -51,33 +53,44 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"there is no folder {options.out.parent} to write {options.out.name} to; make it first")
     if options.data is not None and options.out.resolve() == options.data.resolve():
         raise UserError(f"out is {options.out}, which is the data; choose another file")
-    fit = finished(options.run)
+    if fit is None or folder != options.run:
+        fit = opened(options.run)  # says what is wrong with it
+    settings = _changed(fit.shared.algorithm, options.algorithm)
+    fit = (reloaded(options.run) if options.adapted else fit).replace(**settings)
     found = of_rows(fit, options.data) if options.data is not None else of_client(fit, options.client, options.adapted)
     found.save(options.out)
     show(repr(found))
     show(f"personal model: {options.out} ({options.out.stat().st_size:,} bytes)")
 
 
+def _changed(before: Any, now: Any) -> dict[str, Any]:
+    pairs = ((field.name, getattr(before, field.name), getattr(now, field.name)) for field in dataclasses.fields(before))
+    return {name: new for name, old, new in pairs if new is not old and new != old}
+
+
 def of_client(fit: Fit, client: str | None, adapted: bool) -> Posterior:
     """What a client of the run has; one that never trained has nothing of its own."""
-    data = fit.simulation.data
-    if client is not None and not adapted and data.unseen[data.index(client)]:
+    if client is not None and not adapted and fit.members.unseen[fit.members.index(client)]:
         raise UserError(f"client {client!r} was held out and never trained, so it has kept nothing; use --adapted")
     return fit.posterior_of(client, adapted=adapted)
 
 
 def of_rows(fit: Fit, path: Path) -> Posterior:
     """A model for the rows of a file, with their labels where the method looks at them."""
-    data = fit.simulation.data
-    rows = RowReader(path, data.layout, data.shape, data.classes)
+    return fit.adapt(*rows_of(fit.shared, path, labels=fit.shared.reads_labels))
+
+
+def rows_of(shared: Posterior, path: Path, *, labels: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """The rows of a file as a run's model reads them, and their labels where they are needed."""
+    spec = shared.rows
+    rows = RowReader(path, spec.layout, spec.shape, spec.classes)
     if rows.ignored:
         show(f"ignored: {', '.join(rows.ignored)}")
-    labels = wire.adapt_reads_labels(fit.simulation.algorithm, data.example)
     if labels and not rows.labelled:
         there = f"no column {rows.target!r}" if rows.target else "no column that says them in this data set's own classes"
         raise UserError(
-            f"{fit.result['algorithm']} adapts to rows with labels, but {path} has {there}; add it, or train a method that "
+            f"{shared.algorithm.title} adapts to rows with labels, but {path} has {there}; add it, or train a method that "
             "needs none, such as fedvi"
         )
     x = np.concatenate([block.x for block in rows])
-    return fit.adapt(x.astype(data.x.dtype) if data.x.dtype == np.float32 else x, rows.labels() if labels else None)
+    return x.astype(np.float32) if spec.dtypes[0] == "float32" else x, rows.labels() if labels else None

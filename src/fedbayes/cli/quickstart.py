@@ -13,7 +13,7 @@ from fedbayes.cli.arguments import python_file
 from fedbayes.cli.compare import bars
 from fedbayes.cli.display import progress_bar, result_table, show
 from fedbayes.errors import UserError
-from fedbayes.results.fit import simulate
+from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit
 from fedbayes.study.run import run_study
 from fedbayes.study.study import parse

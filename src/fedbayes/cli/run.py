@@ -12,8 +12,10 @@ from tyro.conf import UseAppendAction, arg
 from fedbayes.cli.arguments import Chosen, choose, keeping
 from fedbayes.cli.display import progress_bar, result_table, show
 from fedbayes.errors import UserError
-from fedbayes.results.fit import Fit, simulate
+from fedbayes.results.fit import Fit
 from fedbayes.results.folder import read_json
+from fedbayes.results.opened import open as open_run
+from fedbayes.results.simulate import simulate
 from fedbayes.results.trackers import tracker
 from fedbayes.study.options import DataOptions, RunOptions
 
@@ -58,13 +60,20 @@ def main(arguments: Sequence[str]) -> None:
     show(f"run folder: {folder}")
 
 
-def finished(folder: Path) -> Fit:
-    """The run that `fedbayes run` left in a folder, as it was when it ended."""
-    if not (folder / "result.json").is_file() or not (folder / "command.json").is_file():
-        raise UserError(f"{folder} holds no finished run of fedbayes run; give the folder that it named at its end")
-    chosen = choose(Options, read_json(folder / "command.json").get("run", []), "run", "{name}")
+def opened(folder: Path) -> Fit:
+    """The run over clients in a folder, without anybody's rows."""
+    fit = open_run(folder)
+    if not isinstance(fit, Fit):
+        raise UserError(f"{folder} is a run over silos; this is for runs of fedbayes run")
+    return fit
+
+
+def reloaded(folder: Path) -> Fit:
+    """The run in a folder with its clients' rows, read again from where they were."""
+    found = read_json(folder / "command.json").get("run") if (folder / "command.json").is_file() else None
+    chosen = choose(Options, found, "run", "{name}") if found else None
     if chosen is None:
-        raise UserError(f"{folder / 'command.json'} does not say what was run; it is damaged")
+        raise UserError(f"{folder} does not say where its clients' rows are; give rows with --data")
     return _simulated(chosen, folder, resume=True)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fedbayes.algorithm import Data
 from fedbayes.data import describe, store
 from fedbayes.data.layout import Column, Layout
-from fedbayes.data.rows import blocks, check_finite, identify, release, split, take, targets
+from fedbayes.data.rows import blocks, check_finite, identify, place_of, release, split, take, targets
 from fedbayes.errors import UserError
 from fedbayes.sheets import listing
 
@@ -143,11 +143,7 @@ class Clients:
 
     def index(self, name: str) -> int:
         """The place of a client by its name."""
-        places = np.flatnonzero(self.names == name)
-        if not len(places):
-            hint = "" if isinstance(name, str) else f"; a name is text, such as {str(self.names[0])!r}"
-            raise UserError(f"{self.name} has no client {name!r}; the first are {', '.join(map(str, self.names[:5]))}{hint}")
-        return int(places[0])
+        return place_of(name, self.names, self.name)
 
     def rows(self, name: str, part: Literal["train", "test"] = "train") -> tuple[np.ndarray, np.ndarray]:
         """The training or test rows of one client, without padding: features and targets.

@@ -132,3 +132,12 @@ def release(x: np.ndarray) -> None:
     # Not for copy-on-write maps, whose changes would be lost.
     if isinstance(x, np.memmap) and x.mode in ("r", "r+") and hasattr(mmap, "MADV_DONTNEED"):
         x._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
+def place_of(name: Any, names: Sequence[str] | np.ndarray, data: str) -> int:
+    """The place of a client of some data by its name."""
+    places = np.flatnonzero(np.asarray(names) == name)
+    if not len(places):
+        hint = "" if isinstance(name, str) else f"; a name is text, such as {str(names[0])!r}"
+        raise UserError(f"{data} has no client {name!r}; the first are {', '.join(map(str, names[:5]))}{hint}")
+    return int(places[0])

@@ -106,7 +106,8 @@ class Site:
         down, local = self.personal(adapted=adapted)
         outputs = getattr(self.experiment.network.likelihood, "classes", None)
         classes = None if outputs is None else tuple(map(str, range(outputs)))
-        rows = RowSpec(self.data.train.x.shape[1:], classes, Layout())
+        train = self.data.train
+        rows = RowSpec(train.x.shape[1:], classes, Layout(), (str(train.x.dtype), str(train.y.dtype)))
         made = {"for": f"site {self.number}", "experiment": self.experiment.fingerprint}
         return Posterior(self.experiment.network, down, local, jax.random.key(self.experiment.seed), rows, made)
 

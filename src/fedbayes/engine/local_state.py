@@ -62,9 +62,9 @@ class States(Generic[Local]):
         self._committed = round
         return self.digest()
 
-    def restore(self, round: int, kept: int | None) -> None:
+    def restore(self, round: int, kept: int | None, *, looking: bool = False) -> None:
         """`rewind`, checked against the checksum that the checkpoint kept."""
-        self.rewind(round)
+        self.rewind(round, looking=looking)
         if kept is not None and kept != self.digest():
             raise UserError("the clients' states are not those of the checkpoint; --force starts the run over")
 

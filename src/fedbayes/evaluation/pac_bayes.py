@@ -87,28 +87,41 @@ def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: 
     >>> found.gibbs < found.bound <= 1
     True
     """
-    data, algorithm = simulation.data, simulation.algorithm
+    data, down = simulation.data, simulation.down()
     place = data.index(client)
-    algorithm.check_gibbs(simulation.down())
-    if is_numeric(algorithm.likelihood):
-        raise UserError("the target is a number, but a certificate bounds a share of errors; it needs labels")
+    check_certifiable(simulation.algorithm, down)
     if not data.unseen[place]:
         raise UserError(
             f"client {client!r} took part in training, so the shared model depends on its rows; choose "
             "one that was held out (hold_out=…)"
         )
-    if not 0 < delta < 1 or draws < 1:
-        raise UserError(f"delta is {delta} and draws {draws}, but delta is a probability and there is at least one draw")
     count = int(data.train_counts[place])
-    if count == 0:
-        raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
-    padded = 1 << (count - 1).bit_length()  # so that clients of like size share a compiled program
+    padded = 1 << max(count - 1, 0).bit_length()  # so that clients of like size share a compiled program
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([place], padded))
     key = keys.fold(keys.of_round(simulation.seed, simulation.round), np.uint32(place))
-    errors, averaged, divergence = (
-        float(value) for value in _risks(algorithm, draws, key, simulation.down(), simulation.fresh, rows)
-    )
+    given = (simulation.algorithm, key, down, simulation.fresh, rows)
+    return certify_rows(*given, client, delta=delta, draws=draws)
+
+
+def certify_rows(
+    algorithm: AnyNetwork, key: Any, down: Any, fresh: Any, rows: Data, client: str, *, delta: float = 0.05, draws: int = 200
+) -> Certificate:
+    """The certificate of somebody from labelled rows that had no part in training; `fresh` is a newcomer's local state."""
+    check_certifiable(algorithm, down)
+    if not 0 < delta < 1 or draws < 1:
+        raise UserError(f"delta is {delta} and draws {draws}, but delta is a probability and there is at least one draw")
+    count = int(rows.mask.sum())
+    if count == 0:
+        raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
+    errors, averaged, divergence = (float(value) for value in _risks(algorithm, draws, key, down, fresh, rows))
     return Certificate(client, count, delta, errors, divergence, bound(errors, divergence, count, draws, delta), averaged)
+
+
+def check_certifiable(algorithm: AnyNetwork, down: Any) -> None:
+    """Refuse a run of which no certificate holds."""
+    algorithm.check_gibbs(down)
+    if is_numeric(algorithm.likelihood):
+        raise UserError("the target is a number, but a certificate bounds a share of errors; it needs labels")
 
 
 def bound(errors: float, divergence: float, rows: int, draws: int, delta: float) -> float:

@@ -54,7 +54,7 @@ class Training:
     """Fractions of the run after which the step size is multiplied by `decay`."""
     decay: float = 0.1
     """The multiplier at each of them."""
-    rounds: int | None = fact("rounds")
+    rounds: int | None = fact("rounds", needed_by="decay_at")
     """Length of the run that the fractions refer to; by default the rounds of the run."""
 
     def __post_init__(self) -> None:

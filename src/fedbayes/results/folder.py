@@ -7,6 +7,8 @@
     scores.safetensors       each client's Score in each mode
     about.json               what a page tells of the clients and of what is sent, without the data
     timing.jsonl             seconds of each part of the run; not the same from run to run
+    shared.safetensors       the shared model, with the algorithm and the layout of rows: all that a newcomer needs
+    clients.json             who the clients were
     result.json              the figures; its presence says that the run is finished
 
 A run that is killed at any moment and resumed ends with the same bits as one that was not.
@@ -45,9 +47,20 @@ SCHEMA = 2
 """Of result.json; it grows when a field changes its meaning."""
 MOST = 500_000
 """Clients times classes up to which about.json says who has which labels: a megabyte or two."""
+SHARED, MEMBERS = "shared.safetensors", "clients.json"
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
-    *("posterior.nc", "bound.png", "posterior.png", "about.json", "timing.jsonl", "command.json", "report.html"),
+    *(
+        SHARED,
+        MEMBERS,
+        "posterior.nc",
+        "bound.png",
+        "posterior.png",
+        "about.json",
+        "timing.jsonl",
+        "command.json",
+        "report.html",
+    ),
 )
 
 
@@ -67,7 +80,7 @@ class Run:
 
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool = False, force: bool = False) -> None:
         self.folder, self.config = folder, json.loads(json.dumps(config))
-        self.finished = False
+        self.finished, self.extended = False, 0
         with writing(folder):
             if force:
                 self._clear()
@@ -92,13 +105,21 @@ class Run:
             (self.folder / name).unlink(missing_ok=True)
 
     def _same_config(self) -> None:
+        """Refuse a run with other settings; one that differs in a larger number of rounds alone is extended."""
         there = read_json(self.folder / "config.json")
-        different = sorted(name for name in {*there, *self.config} if there.get(name) != self.config.get(name))
-        if different:
-            name = different[0]
+        before, now = flat(there), flat(self.config)
+        different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        if different == ["rounds"] and now["rounds"] > before["rounds"] and not now.get("average_last"):
+            self.extended = before["rounds"]
+            for name in ("result.json", "scores.safetensors", SHARED, "report.html"):
+                (self.folder / name).unlink(missing_ok=True)
+            write(self.folder / "config.json", json.dumps(self.config, indent=2).encode())
+        elif different:
+            name, others = different[0], f" (and {len(different) - 1} more settings differ)" if len(different) > 1 else ""
+            why = "; it depends on the number of rounds, so this run cannot be extended" if "rounds" in different else ""
             raise UserError(
-                f"{self.folder} is a run with another {', '.join(different)} ({name}: {_short(there.get(name))} there, "
-                f"{_short(self.config.get(name))} here); resume it with its own settings, or choose another folder"
+                f"{self.folder} is a run with another {name}: {_short(before.get(name))} there, {_short(now.get(name))} "
+                f"here{others}{why}; resume it with its own settings, or choose another folder"
             )
 
     def log(self, entry: dict[str, Any], name: str = "metrics.jsonl") -> None:
@@ -141,13 +162,12 @@ class Run:
             raise UserError(f"{what} does not match its checksum: it is damaged; --force starts the run over")
         simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.restore(simulation.round, metadata["local"])
-        history = []
-        with contextlib.suppress(FileNotFoundError), open(self.folder / "metrics.jsonl") as file:
-            for line in file:
-                with contextlib.suppress(json.JSONDecodeError):  # a line that was being written when the run was killed
-                    history.append(json.loads(line))
+        history = read_history(self.folder)
         if not self.finished:
             last, end = simulation.round, self.config["rounds"]  # the evaluation at the end is made again
+            every = self.config.get("evaluate_every") or 0
+            if self.extended and not (every and self.extended % every == 0):
+                history = [entry for entry in history if not ("evaluation" in entry and entry["round"] == self.extended)]
             history = [entry for entry in history if entry["round"] <= last and not ("evaluation" in entry and last == end)]
             with writing(self.folder):
                 write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
@@ -256,6 +276,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    history = []
+    with contextlib.suppress(FileNotFoundError), open(folder / "metrics.jsonl") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # a line that was being written when the run was killed
+                history.append(json.loads(line))
+    return history
 
 
 def read_scores(folder: Path, modes: Sequence[str], clients: int) -> dict[str, Score]:

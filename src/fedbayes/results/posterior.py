@@ -22,7 +22,7 @@ import safetensors.numpy
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import __version__, wire
-from fedbayes.algorithm import AnyNetwork
+from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Layout
 from fedbayes.engine import keys
@@ -52,11 +52,22 @@ class RowSpec(NamedTuple):
     """A name for each class; None for a numeric target."""
     layout: Layout
     """How tables become rows."""
+    dtypes: tuple[str, str] = ("float32", "int32")
+    """Of x and y, as training had them."""
 
     @classmethod
     def of(cls, data: Clients) -> RowSpec:
         """Those of a data set."""
-        return cls(data.shape, data.classes, data.layout)
+        return cls(data.shape, data.classes, data.layout, (str(data.x.dtype), str(data.y.dtype)))
+
+    def data(self, x: Any, y: Any) -> Data:
+        """Rows as `adapt` takes them."""
+        return Data(jnp.asarray(x), jnp.asarray(np.asarray(y).astype(self.dtypes[1])), jnp.ones(len(x), bool))
+
+    @property
+    def example(self) -> Data:
+        """Two rows of zeros."""
+        return self.data(np.zeros((2, *self.shape), self.dtypes[0]), np.zeros(2))
 
     def check(self, x: Any) -> np.ndarray:
         """RowSpec as an array; a data frame's columns are found by name."""
@@ -144,6 +155,48 @@ class Posterior:
     def uncertainty(self, x: Any) -> Uncertainty:
         """How sure the prediction for each row is: total, aleatoric and epistemic, in nats for labels."""
         return uncertainty(self.algorithm.likelihood, self.draws(x))
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether `adapt` looks at labels."""
+        return wire.adapt_reads_labels(self.algorithm, self.rows.example)
+
+    def adapt(self, x: Any, y: Any = None) -> Posterior:
+        """This model fitted to somebody's rows. Labels may be missing where the method does not look at them, as FedVI."""
+        x = self.rows.check(x)
+        if y is None and self.reads_labels:
+            raise UserError(
+                f"{self.algorithm.title} adapts to rows with labels, but there are none; give y, or train a method that needs "
+                "none, such as fedvi"
+            )
+        labels = np.zeros(len(x)) if y is None else np.asarray(y)
+        classes = self.rows.classes
+        if labels.shape != (len(x),) or (classes is not None and not np.isin(labels, np.arange(len(classes))).all()):
+            kind = "a number" if classes is None else f"a label from 0 to {len(classes) - 1}"
+            raise UserError(f"y has shape {labels.shape}; expected {kind} for each of the {len(x)} rows of x")
+        return self.adapted(self.rows.data(x, labels), f"{len(x)} rows")
+
+    def adapted(self, rows: Data, who: str) -> Posterior:
+        """This model after `adapt` on checked rows."""
+        local = self.algorithm.adapt(keys.fold(self.key, np.uint32(keys.ADAPT)), self.down, self.local, rows)
+        return self.of(local, self.key, who, len(rows.y))
+
+    def of(self, local: Any, key: PRNGKeyArray, who: str, rows: int | None) -> Posterior:
+        """The same shared part with another local state."""
+        return dataclasses.replace(self, local=local, key=key, made={**self.made, "for": who, "rows": rows})
+
+    def replace(self, **settings: Any) -> Posterior:
+        """This model with other settings of its algorithm, such as `draws`, that leave the form of its states."""
+        if unknown := sorted(set(settings) - {field.name for field in dataclasses.fields(self.algorithm)}):
+            raise UserError(f"{self.algorithm.title} has no setting {unknown[0]!r}; see its fields")
+        algorithm = dataclasses.replace(self.algorithm, **settings)
+        try:
+            jax.eval_shape(algorithm.predict, self.key, self.down, self.local, self.rows.example.x)
+        except Exception as problem:
+            raise UserError(
+                f"{', '.join(settings)} cannot be changed after training ({str(problem).splitlines()[0]}); train again"
+            ) from None
+        return dataclasses.replace(self, algorithm=algorithm)
 
     @property
     def columns(self) -> list[str]:
@@ -308,6 +361,7 @@ def _built(
             tuple(rows["shape"]),
             None if rows["classes"] is None else tuple(rows["classes"]),
             Layout.from_json(rows["layout"]),
+            tuple(rows.get("dtypes", RowSpec._field_defaults["dtypes"])),
         ),
         about["made"],
     )

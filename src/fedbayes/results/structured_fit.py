@@ -27,7 +27,8 @@ from fedbayes.models.sites import Latent, Values
 from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
-from fedbayes.results.folder import SCHEMA, Run, about, describe, read_json
+from fedbayes.results import serialise
+from fedbayes.results.folder import SCHEMA, SHARED, Run, about, describe, read_json, write
 from fedbayes.results.loop import listening, run_rounds
 from fedbayes.results.pictures import write_pictures
 from fedbayes.results.structured_text import HEADINGS, rows, table, verdict
@@ -50,14 +51,30 @@ LARGEST = 200
 class SiloFit:
     """What was learnt over silos: q(Z_G), each silo's q(Z_L | Z_G), and how the bound rose."""
 
-    simulation: SiloSimulation
+    algorithm: AnyStructured
+    shared: variational.Shared
+    """η_G and θ."""
+    names: tuple[str, ...]
     result: dict[str, Any]
     history: list[dict[str, Any]]
+    trained: SiloSimulation | None = None
     adapted: tuple[str, ...] = ()
     """Silos that came later: q(Z_G) knows nothing of their data."""
 
+    @classmethod
+    def of(
+        cls,
+        simulation: SiloSimulation,
+        result: dict[str, Any],
+        history: list[dict[str, Any]],
+        adapted: tuple[str, ...] = (),
+    ) -> SiloFit:
+        """The fit of a simulation as it stands now."""
+        algorithm, state = simulation.algorithm, simulation.state
+        return cls(algorithm, algorithm.shared(state), simulation.names, result, history, simulation, adapted)
+
     def __repr__(self) -> str:
-        settings, count = self.result, len(self.simulation.names)
+        settings, count = self.result, len(self.names)
         return f"SiloFit({settings['algorithm']}, {settings['rounds']} rounds over {count} silo{'s' * (count > 1)})"
 
     def __str__(self) -> str:
@@ -68,18 +85,20 @@ class SiloFit:
         return listing(repr(self), ["", *HEADINGS], listed, verdict(self.result))
 
     @property
-    def shared(self) -> variational.Shared:
-        """η_G and θ."""
-        return self.simulation.algorithm.shared(self.simulation.state)
+    def simulation(self) -> SiloSimulation:
+        """The simulation that trained it, with the silos' data."""
+        if self.trained is None:
+            raise UserError("this fit was opened without the silos' data, which this needs; give silos=… to fb.open")
+        return self.trained
 
     @property
     def theta(self) -> Values:
         """θ, as the model has it."""
-        return self._structured.theta_values(self.shared.theta, self.simulation.data(self.simulation.names[0]))
+        return self._structured.theta_values(self.shared.theta, self.trained and self.trained.data(self.names[0]))
 
     @property
     def _structured(self) -> Structured:
-        return self.simulation.algorithm.structured
+        return self.algorithm.structured
 
     @property
     def bound(self) -> Float[np.ndarray, " windows"]:
@@ -129,7 +148,7 @@ class SiloFit:
 
     def _predicted(self, silo: str, form: trees.Form, arrays: Any, draws: int, seed: int, *, own: bool) -> Values:
         key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
-        family = self.simulation.algorithm.family
+        family = self.algorithm.family
         return silo_programs.predict(family, self._structured, form, draws, own, key, self.shared, self._eta(silo), arrays)
 
     def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
@@ -155,7 +174,7 @@ class SiloFit:
         key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
         form, arrays = grown.parts[grown.index(name)]
         grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
-        return SiloFit(grown, self.result, self.history, (*self.adapted, name))
+        return SiloFit.of(grown, self.result, self.history, (*self.adapted, name))
 
     def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
         """PSIS k̂ of q(Z_G); see `diagnose`."""
@@ -185,7 +204,7 @@ class SiloFit:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
         if why := _inseparable(self.simulation):
             raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
-        family, structured = self.simulation.algorithm.family, self._structured
+        family, structured = self.algorithm.family, self._structured
         total = silo_programs.log_populations(structured, self.shared.theta, z)
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
             if name not in self.adapted:
@@ -197,7 +216,7 @@ class SiloFit:
 
     def _eta(self, silo: str) -> variational.Locals:
         """η_L of a silo, written with the μ_G that the server has."""
-        return self.simulation.algorithm.eta(self.simulation.own(silo), self.shared)
+        return self.algorithm.eta(self.simulation.own(silo), self.shared)
 
 
 def fit_silos(
@@ -278,19 +297,27 @@ def fit_silos(
         for one in listeners:
             one.started(settings)
     run_rounds(simulation, rounds, record, run, listeners, window=max(1, rounds // WINDOWS), due=due)
-    fit = SiloFit(simulation, settings, history)
+    fit = SiloFit.of(simulation, settings, history)
     if run is not None and run.finished:
         fit.result = read_json(run.folder / "result.json")
         return fit
     began = time.perf_counter()
     fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
     if run is not None:
+        keep_shared(fit, run.folder)
         write_pictures(fit, run.folder)
         run.time("posterior", simulation.round, time.perf_counter() - began)
         run.finish(fit.result)
     for one in listeners:
         one.finished(fit.result)
     return fit
+
+
+def keep_shared(fit: SiloFit, folder: Path) -> None:
+    """Write η_G and θ to a run's folder."""
+    arrays: dict[str, np.ndarray] = {}
+    form = serialise.flatten(fit.shared, "shared", arrays)
+    write(folder / SHARED, wire.pack(arrays, {"shared": form, "silos": list(fit.names)}))
 
 
 def _figures(fit: SiloFit) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from typing import IO, Any, NamedTuple
 
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
-from fedbayes.results.fit import simulate
 from fedbayes.results.folder import locked, write_json
 from fedbayes.results.loop import stop_after_round
+from fedbayes.results.simulate import simulate
 from fedbayes.results.trackers import tracker
 from fedbayes.study.options import DataOptions, RunOptions, arguments, build, default, override
 from fedbayes.study.study import Job

@@ -1,0 +1,104 @@
+"""A run folder is enough: the shared model and what clients keep, without anybody's rows."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from fedbayes import wire
+from fedbayes.algorithm import AnyNetwork, AnyStructured
+from fedbayes.engine.local_state import States
+from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import Evaluation
+from fedbayes.evaluation.score import about_numbers
+from fedbayes.models import Model
+from fedbayes.results import serialise
+from fedbayes.results.fit import Fit, Members
+from fedbayes.results.folder import MEMBERS, SHARED, read_history, read_json, read_scores, write, writing
+from fedbayes.results.posterior import Posterior
+from fedbayes.results.structured_fit import SiloFit, fit_silos
+
+
+def keep(fit: Fit, folder: Path) -> None:
+    """Put the shared model and the clients' names into a run's folder."""
+    members = fit.members
+    about = {
+        "names": members.names,
+        "unseen": np.flatnonzero(members.unseen).tolist(),
+        "rows": np.asarray(members.counts).tolist(),
+        "local": members.states.digest(),
+    }
+    with writing(folder):
+        write(folder / MEMBERS, json.dumps(about, separators=(",", ":")).encode())
+        try:
+            fit.shared.save(folder / SHARED)
+        except UserError as problem:
+            warnings.warn(f"{folder} can be opened with its clients' rows alone: {problem}", stacklevel=3)
+
+
+def open(
+    folder: Path | str,
+    *,
+    model: Model | None = None,
+    algorithm: AnyNetwork | AnyStructured | None = None,
+    silos: Mapping[str, Any] | None = None,
+) -> Fit | SiloFit:
+    """The fit of a finished run, from its folder alone: to predict, to personalise for newcomers, to look at its scores.
+
+    Args:
+        folder: What `simulate(…, folder=…)`, `fedbayes run` or `fedbayes fit` left.
+        model: The network, where it is your own code.
+        algorithm: The algorithm with its network or model, where that is your own code, as a NumPyro model always is.
+        silos: The data of a structured model's silos, for what only silos can compute.
+
+    >>> import tempfile
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> x, y = clients.rows("3")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fit = fb.simulate(fb.FedPer(fb.network("mlp", clients)), clients, rounds=1, cohort=5, folder=folder)
+    ...     again = fb.open(folder)
+    ...     bool((again.predict(x, client="3") == fit.predict(x, client="3")).all())
+    True
+    """
+    folder = Path(folder)
+    if not (folder / "result.json").is_file():
+        raise UserError(f"{folder} holds no finished run; give the folder that simulate or fedbayes run was given")
+    result, history = read_json(folder / "result.json"), read_history(folder)
+    if "posterior" in result:
+        return _structured(folder, result, history, algorithm, silos)
+    if not (folder / SHARED).is_file():
+        raise UserError(
+            f"{folder} has no {SHARED}: an older version wrote it, or its algorithm is code of your own; run it anew"
+        )
+    shared = Posterior.load(folder / SHARED, model=model, algorithm=algorithm)  # type: ignore[arg-type]
+    about = read_json(folder / MEMBERS)
+    unseen = np.isin(np.arange(len(about["names"])), about["unseen"])
+    states: States[Any] = States(shared.local, len(unseen), folder / "local")
+    states.restore(result["rounds"], about["local"], looking=True)
+    scores = read_scores(folder, result["modes"], len(unseen))
+    evaluation = Evaluation(result["rounds"], scores, unseen, about_numbers(result["metrics"]))
+    members = Members(result["data"]["name"], about["names"], unseen, np.array(about["rows"]), states)
+    return Fit(shared, members, evaluation, result, history)
+
+
+def _structured(folder: Path, result: dict[str, Any], history: list[dict[str, Any]], algorithm: Any, silos: Any) -> SiloFit:
+    if algorithm is None:
+        raise UserError(
+            f"{folder} is a run of {result['algorithm']} over a NumPyro model, which is code and not in a folder; give "
+            f"algorithm=fb.{result['algorithm']}(population, silo)"
+        )
+    if silos is not None:
+        options = {name: result[name] for name in ("cohort", "in_turn", "seed")}
+        more = {"file": result["file"]} if "file" in result else {}
+        return fit_silos(algorithm, silos, result["rounds"], **options, folder=folder, resume=True, config=more)
+    content = (folder / SHARED).read_bytes()
+    shared = serialise.unflatten(wire.metadata(content)["shared"], safetensors.numpy.load(content))
+    planned = algorithm.planned(result["rounds"], silos=len(result["data"]["silos"]))
+    return SiloFit(planned, shared, tuple(result["data"]["silos"]), result, history)

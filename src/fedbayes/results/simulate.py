@@ -1,0 +1,195 @@
+"""From an algorithm and clients to a fit: rounds, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+
+from fedbayes import __version__, wire
+from fedbayes.algorithm import AnyNetwork, AnyStructured, NetworkAlgorithm, StructuredAlgorithm
+from fedbayes.data.clients import Clients
+from fedbayes.engine.clients import Simulation
+from fedbayes.engine.local_state import States
+from fedbayes.engine.round import round_count
+from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
+from fedbayes.results.fit import Fit
+from fedbayes.results.folder import SCHEMA, Run, about, describe, describe_data, fingerprint
+from fedbayes.results.loop import listening, run_rounds
+from fedbayes.results.opened import keep
+from fedbayes.results.structured_fit import SiloFit, fit_silos
+
+
+@overload
+def simulate(algorithm: AnyNetwork, data: Clients, rounds: int | None = ..., **options: Any) -> Fit: ...
+
+
+@overload
+def simulate(algorithm: AnyStructured, data: Mapping[str, Any], rounds: int | None = ..., **options: Any) -> SiloFit: ...
+
+
+def simulate(algorithm: Any, data: Any, rounds: int | None = None, **options: Any) -> Fit | SiloFit:
+    """Train an algorithm: over clients (`simulate_clients` has the options), or a structured model over silos (`fit_silos`).
+
+    Without `rounds` there are as many as the method commonly needs: 100 over clients.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
+    Fit(FedAvg, 2 rounds on digits)
+    """
+    if isinstance(algorithm, NetworkAlgorithm):
+        if not isinstance(data, Clients):
+            raise UserError(
+                f"data is {type(data).__name__}, but it is Clients for {algorithm.title}, which trains a network; use SFVI, "
+                "SFVIAvg or PVI for silos"
+            )
+        return simulate_clients(algorithm, data, algorithm.default_rounds if rounds is None else rounds, **options)
+    if not isinstance(algorithm, StructuredAlgorithm):
+        given = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
+        raise UserError(f"the algorithm is {given}, but it is one with its network or model, such as fb.FedAvg(model)")
+    if not isinstance(data, Mapping):
+        raise UserError(f"data is {type(data).__name__}, but {algorithm.title} fits silos: give a dict of names and their data")
+    return fit_silos(algorithm, data, rounds, **options)
+
+
+def simulate_clients(
+    algorithm: AnyNetwork,
+    data: Clients,
+    rounds: int = 100,
+    *,
+    cohort: int | float | None = None,
+    seed: int = 0,
+    dropout: float = 0.0,
+    clients: Literal["vmap", "loop"] = "vmap",
+    evaluate_every: int = 0,
+    average_last: int = 0,
+    modes: tuple[str, ...] = MODES,
+    folder: Path | str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    checkpoint_every: int = 10,
+    callbacks: Sequence[Any] = (),
+    config: dict[str, Any] | None = None,
+) -> Fit:
+    """Train `algorithm` over the clients for some rounds, then score every client.
+
+    Args:
+        algorithm: What to train.
+        data: The clients.
+        rounds: How many rounds; also the length of every schedule that has none of its own.
+        cohort: How many clients take part in a round, or which share; all by default.
+        seed: Of everything that is random.
+        dropout: Share of a cohort that does not answer.
+        clients: "vmap", or "loop" to run them one by one and see which step of which client fails.
+        evaluate_every: Score every client each so many rounds too, into the history.
+        average_last: Score every client after each of the last so many rounds, and give the mean of their figures in
+            `result["average"]`, as some papers report.
+        modes: Which of global, personal and adapted to score.
+        folder: Where to keep the run; without one, nothing is written.
+        resume: Go on from the folder's checkpoint.
+        force: Start over in a folder that holds a run.
+        checkpoint_every: Rounds between checkpoints.
+        callbacks: Called with the simulation and the `Round` after each; trackers (`fedbayes.results.trackers`) are such.
+        config: What else identifies the run, for config.json.
+
+    >>> import fedbayes as fb
+    >>> clients = fb.data.load("digits", hold_out=4)
+    >>> fit = fb.simulate(fb.FedAvg(fb.network("mlp", clients)), clients, rounds=2, cohort=5)
+    >>> fit
+    Fit(FedAvg, 2 rounds on digits)
+    >>> x, y = clients.rows("3", "test")
+    >>> fit.predict(x[:2], client="3", adapted=True).shape
+    (2, 10)
+    """
+    rounds = round_count(rounds)
+    check_reads(algorithm, data)
+    if not 0 <= average_last <= rounds:
+        raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
+    algorithm = algorithm.planned(rounds, **data.facts)
+    settings: dict[str, Any] = {
+        "fedbayes": __version__,
+        "algorithm": algorithm.title,
+        "options": describe(algorithm),
+        "rounds": rounds,
+        "cohort": cohort,
+        "seed": seed,
+        "dropout": dropout,
+        "evaluate_every": evaluate_every,
+        "average_last": average_last,
+        "modes": list(modes),
+        "data": describe_data(data),
+        "model": fingerprint(algorithm, data),
+        **(config or {}),
+    }
+    check_modes(modes)
+    # All that can be wrong is found before anything is written, and before a run that is there is removed.
+    leaves = wire.manifest(algorithm, data.example)
+    wire.check(leaves)
+    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients)
+    run = Run(Path(folder), settings, resume, force) if folder is not None else None
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        simulation.local = States(simulation.fresh, len(data), run.folder / "local")
+        history = run.restore(simulation)
+        if run.finished:
+            result, evaluation = run.outcome(simulation)
+            return Fit.of(simulation, evaluation, result, history)
+        run.tell(about([(simulation.cohort, leaves)], data))
+
+    listeners = listening(callbacks)
+
+    def assessed() -> Evaluation:
+        started = time.perf_counter()
+        evaluation = assess(simulation, modes)
+        if run is not None:
+            run.time("evaluation", simulation.round, time.perf_counter() - started)
+        return evaluation
+
+    def record(entry: dict[str, Any]) -> None:
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+        if "evaluation" in entry:
+            for one in listeners:
+                one.evaluated(entry["round"], entry["evaluation"])
+
+    def evaluate(round: int) -> None:
+        wanted = (evaluate_every and round % evaluate_every == 0) or round > rounds - average_last
+        if wanted and round < rounds:
+            record({"round": round, "evaluation": assessed().summary()})
+
+    for one in listeners:
+        one.started(settings)
+    run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=evaluate)
+    evaluation = assessed()
+    figures = evaluation.summary()
+    record({"round": rounds, "evaluation": figures})
+    result = {"schema": SCHEMA, **settings, "metrics": figures}
+    if average_last:
+        recent = [entry["evaluation"] for entry in history if "evaluation" in entry and entry["round"] > rounds - average_last]
+        result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
+    fit = Fit.of(simulation, evaluation, result, history)
+    if run is not None:
+        keep(fit, run.folder)
+        run.finish(result, evaluation)
+    for one in listeners:
+        one.finished(result)
+    return fit
+
+
+def check_reads(algorithm: AnyNetwork, data: Clients) -> None:
+    """Refuse a network that was made for other rows."""
+    model, row = algorithm.model, jax.ShapeDtypeStruct((1, *data.shape), data.x.dtype)
+    try:
+        jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0)), row)
+    except (TypeError, ValueError) as problem:
+        raise UserError(
+            f"{model} cannot read rows of shape {data.shape} ({str(problem).splitlines()[0]}); make one for this data, "
+            'such as fb.network("mlp", clients)'
+        ) from problem
