@@ -126,7 +126,7 @@ def test_other_prediction_settings(model, clients):
     with pytest.raises(UserError, match="BPFed has no setting 'drawings'"):
         fit.replace(drawings=20)
     with pytest.raises(UserError, match="model cannot be changed after training"):
-        fit.replace(model=mlp((4,), Categorical(2), hidden=(16,)))
+        fit.replace(model=mlp((4,), Categorical(2), hidden=(8, 8)))
 
 
 def test_a_finished_run_can_be_extended(model, clients, tmp_path):
