@@ -17,7 +17,7 @@ from fedbayes import cli
 from fedbayes.cli.arguments import parse as parse_options
 from fedbayes.cli.compare import Options, study_of
 from fedbayes.cli.run import Options as RunCommand
-from fedbayes.cli.run import finished
+from fedbayes.cli.run import reloaded
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
@@ -393,7 +393,7 @@ def test_a_failed_run_does_not_stop_the_others(small, whole, capsys):
 
 def test_a_run_of_a_study_is_a_run(whole):
     """Commands that read a run's folder build it again from its command.json."""
-    fit = finished(whole / "prox-1")
+    fit = reloaded(whole / "prox-1")
     assert fit.result["options"]["mu"] == 0.1
     assert fit.result == json.loads((whole / "prox-1" / "result.json").read_text())
 

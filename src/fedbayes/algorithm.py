@@ -169,14 +169,21 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
 class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     """An algorithm that fits a NumPyro model over silos. A silo's data is what the model reads; draws come by site."""
 
     population: Callable[[], Any]
+    """Samples what all silos share."""
     silo: Callable[[Any, Any], None]
-    family: Any
-    rounds: int | None
-    form: Form | None
+    """Samples a silo's own latents and observes its data."""
+    family: Any = None
+    """Which posteriors are searched."""
+    _: dataclasses.KW_ONLY
+    rounds: int | None = fact("rounds")
+    """Rounds of the run, over which schedules fall."""
+    form: Form | None = fact("form")
+    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
     starts_anywhere: ClassVar[bool] = False
     """Whether a run may start from the fit of another method."""
 

@@ -15,7 +15,6 @@ The prior's factor t_0 is the second-order expansion of log p(Z_G), averaged ove
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -28,7 +27,6 @@ from fedbayes.errors import UserError
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.gaussian import Natural
 from fedbayes.primitives.variational import Family, Locals, Shared
-from fedbayes.trees import Form
 
 HALVINGS = 10
 DRAWS = 256
@@ -79,10 +77,6 @@ class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
 
     default_rounds: ClassVar[int] = 20
 
-    population: Callable[[], Any]
-    """Samples what all silos share."""
-    silo: Callable[[Any, Any], None]
-    """Samples a silo's own latents and observes its data."""
     family: Family = Family()
     """Which posteriors are searched; q(Z_G) has a full covariance."""
     damping: float = 0.5
@@ -93,14 +87,10 @@ class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
     """Adam's step size at the start of a round's search."""
     decay: float = 0.01
     """What remains of it at the end of the search."""
-    rounds: int | None = fact("rounds")
-    """Rounds of the run."""
     silos: int | None = fact("silos")
     """J, for the bound where some silos are absent; by default the silos of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
-    form: Form | None = fact("form")
-    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
     def __post_init__(self) -> None:
         if not self.family.full:

@@ -14,7 +14,6 @@ The sum of the g_j is all that the server sees. What a silo keeps is η_Lj and i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedbayes.algorithm import StructuredAlgorithm, Sum, fact
 from fedbayes.primitives import variational
 from fedbayes.primitives.variational import Family, Locals, Noise, Shared
-from fedbayes.trees import Form
 
 
 class Server(NamedTuple):
@@ -65,24 +63,15 @@ class SFVI(StructuredAlgorithm[Server, Local, Down, Up]):
     default_rounds: ClassVar[int] = 5000
     starts_anywhere: ClassVar[bool] = True
 
-    population: Callable[[], Any]
-    """Samples what all silos share."""
-    silo: Callable[[Any, Any], None]
-    """Samples a silo's own latents and observes its data."""
     family: Family = Family()
-    """Which posteriors are searched."""
     lr: float = 0.01
     """Adam's step size, on the server and at the silos."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
-    rounds: int | None = fact("rounds")
-    """Rounds of the run, over which the step size falls."""
     silos: int | None = fact("silos")
     """J; by default the silos of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
-    form: Form | None = fact("form")
-    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """N(0, start² I), and θ as the model has it."""

@@ -11,7 +11,6 @@ whole local term is. Diagonal families send means that add up; a full covariance
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.variational import Family, Locals, Shared
-from fedbayes.trees import Form
 
 
 class Server(NamedTuple):
@@ -63,26 +61,17 @@ class SFVIAvg(StructuredAlgorithm[Server, Local, Down, Up]):
 
     default_rounds: ClassVar[int] = 50
 
-    population: Callable[[], Any]
-    """Samples what all silos share."""
-    silo: Callable[[Any, Any], None]
-    """Samples a silo's own latents and observes its data."""
     family: Family = Family()
-    """Which posteriors are searched."""
     steps: int = 100
     """m, local steps in a round."""
     lr: float = 0.01
     """Adam's step size."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
-    rounds: int | None = fact("rounds")
-    """Rounds of the run, over which the step size falls."""
     rows: int | None = fact("rows")
     """N, the observations of all silos; by default those of the run."""
     adapt_steps: int = 1000
     """Steps of a silo that never trained."""
-    form: Form | None = fact("form")
-    """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """N(0, start² I), and θ as the model has it."""
