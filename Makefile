@@ -3,7 +3,7 @@ VENV ?= .venv
 export NO_MKDOCS_2_WARNING = 1
 BIN = $(VENV)/bin
 
-.PHONY: run test test-all docs clean
+.PHONY: run test test-all test-method tables docs clean
 
 run: $(VENV)/.run
 	$(BIN)/fedbayes quickstart
@@ -18,6 +18,14 @@ test: $(VENV)/.test
 test-all: test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[simulation]'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+
+# All common tests of one method: make test-method NAME=fedlinear
+test-method: tables
+	$(BIN)/python -m pytest -n 0 --method $(NAME)
+
+# What follows from the registry: the type stub, README's table and the reference of algorithms
+tables: $(VENV)/.test
+	$(BIN)/python docs/tables.py
 
 docs: $(VENV)/.test
 	$(BIN)/mkdocs build --strict

@@ -1,80 +1,92 @@
-"""The registry: one line for each algorithm. Names are loaded when they are asked for, so that listing them is free."""
+"""The registry: one line for each algorithm. Modules are imported when an algorithm is asked for, so listing them is free."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 
+
+class Entry(NamedTuple):
+    """An algorithm's line. Its module is its name, with underscores for dashes."""
+
+    cls: str
+    """The class in that module."""
+    kind: str
+    """What it runs over: `clients` for a network and rows (`fedbayes run`), `silos` for a NumPyro model (`fedbayes fit`)."""
+    summary: str
+    """What it does, for `fedbayes list`."""
+    shared: str
+    """What is learnt together."""
+    local: str
+    """What stays with a client or silo."""
+    reference: str
+    """The paper."""
+
+
+# fmt: off
 REGISTRY = {
-    "fedavg": ("fedbayes.algorithms.fedavg", "FedAvg", "clients", "federated averaging; personalised by fine-tuning"),
-    "fedprox": ("fedbayes.algorithms.fedprox", "FedProx", "clients", "averaging with a pull towards the broadcast model"),
-    "fedbabu": ("fedbayes.algorithms.fedbabu", "FedBABU", "clients", "body learnt together under a head that nobody trains"),
-    "fedper": ("fedbayes.algorithms.fedper", "FedPer", "clients", "shared base, personal last layers"),
-    "fedhb-niw": ("fedbayes.algorithms.fedhb_niw", "FedHBNIW", "clients", "hierarchical Bayes: clients around one network"),
-    "fedhb-mixture": (
-        "fedbayes.algorithms.fedhb_mixture",
-        "FedHBMixture",
-        "clients",
-        "hierarchical Bayes: K prototypes, a gate",
-    ),
-    "fedvi": ("fedbayes.algorithms.fedvi", "FedVI", "clients", "amortised personal posteriors, from rows without labels"),
-    "bpfed": ("fedbayes.algorithms.bpfed", "BPFed", "clients", "Gaussian layers, the first shared and the last personal"),
-    "pfedbayes": ("fedbayes.algorithms.pfedbayes", "PFedBayes", "clients", "personal Gaussian networks around a shared one"),
-    "fedpop": ("fedbayes.algorithms.fedpop", "FedPop", "clients", "shared base, heads sampled under a population prior"),
-    "ifca": ("fedbayes.algorithms.ifca", "IFCA", "clients", "K models, each averaged over the clients it fits best"),
-    "ditto": ("fedbayes.algorithms.ditto", "Ditto", "clients", "personal models pulled towards the averaged one"),
-    "apfl": ("fedbayes.algorithms.apfl", "APFL", "clients", "a learnt mixture of a personal and the averaged model"),
-    "fedrep": ("fedbayes.algorithms.fedrep", "FedRep", "clients", "shared representation and personal heads, in turns"),
-    "knn-per": ("fedbayes.algorithms.knn_per", "KNNPer", "clients", "averaging, mixed with a client's own nearest rows"),
-    "fedrecon": ("fedbayes.algorithms.fedrecon", "FedRecon", "clients", "personal layers rebuilt each round, never kept"),
-    "lg-fedavg": ("fedbayes.algorithms.lg_fedavg", "LGFedAvg", "clients", "personal representations under a shared last layer"),
-    "per-fedavg": ("fedbayes.algorithms.per_fedavg", "PerFedAvg", "clients", "a start from which one step personalises"),
-    "pfedme": ("fedbayes.algorithms.pfedme", "PFedMe", "clients", "personal models at Moreau envelopes of a shared one"),
-    "fedpa": (
-        "fedbayes.algorithms.fedpa",
-        "FedPA",
-        "clients",
-        "posterior averaging: sampled posteriors, whose common mode is sought",
-    ),
-    "fedem": ("fedbayes.algorithms.fedem", "FedEM", "clients", "clients are mixtures of shared components"),
-    "fedbe": ("fedbayes.algorithms.fedbe", "FedBE", "clients", "sampled models distilled on the server's unlabelled rows"),
-    "ensemble": ("fedbayes.algorithms.ensemble", "Ensemble", "clients", "K networks, each averaged over a random group"),
-    "sfvi": ("fedbayes.algorithms.sfvi", "SFVI", "silos", "structured variational inference: a gradient a round, as if pooled"),
-    "sfvi-avg": ("fedbayes.algorithms.sfvi_avg", "SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)"),
-    "pvi": ("fedbayes.algorithms.pvi", "PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds"),
+    "fedavg": Entry("FedAvg", "clients", "federated averaging; personalised by fine-tuning", "the network", "nothing; `adapt` fine-tunes a copy", "McMahan et al. 2017, arXiv:1602.05629"),
+    "fedprox": Entry("FedProx", "clients", "averaging with a pull towards the broadcast model", "the network, with a pull of strength μ towards it", "nothing; `adapt` fine-tunes under the same pull", "Li et al. 2020, arXiv:1812.06127"),
+    "fedbabu": Entry("FedBABU", "clients", "body learnt together under a head that nobody trains", "the body, under a head that nobody trains", "nothing; `adapt` fine-tunes body and head", "Oh et al. 2022, arXiv:2106.06042"),
+    "fedper": Entry("FedPer", "clients", "shared base, personal last layers", "the body", "the head", "Arivazhagan et al. 2019, arXiv:1912.00818"),
+    "fedhb-niw": Entry("FedHBNIW", "clients", "hierarchical Bayes: clients around one network", "m0 and V0: a network and how far clients lie apart, weight by weight", "nothing; `adapt` finds its own network under that prior", "Kim and Hospedales 2023, arXiv:2305.04979"),
+    "fedhb-mixture": Entry("FedHBMixture", "clients", "hierarchical Bayes: K prototypes, a gate", "K prototypes of the network, and a gate that tells them apart", "nothing; `adapt` finds its own network near one of them", "Kim and Hospedales 2023, arXiv:2305.04979"),
+    "fedvi": Entry("FedVI", "clients", "amortised personal posteriors, from rows without labels", "the network, and a constructor that tells a client's posterior from its rows", "nothing; `adapt` reads its rows without their labels", "Vedadi et al. 2023, arXiv:2305.13672"),
+    "bpfed": Entry("BPFed", "clients", "Gaussian layers, the first shared and the last personal", "Gaussian layers, all but the last", "Gaussian layers of its own, the last", "Chen et al. 2023, arXiv:2309.15499"),
+    "pfedbayes": Entry("PFedBayes", "clients", "personal Gaussian networks around a shared one", "a Gaussian network, the prior of all clients", "a Gaussian network of its own", "Zhang et al. 2022, arXiv:2206.07977"),
+    "fedpop": Entry("FedPop", "clients", "shared base, heads sampled under a population prior", "the body, and a population prior of the head", "posterior draws of its head, by Langevin steps", "Kotelevskii et al. 2022, arXiv:2206.03611"),
+    "ifca": Entry("IFCA", "clients", "K models, each averaged over the clients it fits best", "K networks, each of the clients that it fits best", "nothing; `adapt` picks one", "Ghosh et al. 2020, arXiv:2006.04088"),
+    "ditto": Entry("Ditto", "clients", "personal models pulled towards the averaged one", "the network", "a network of its own, pulled towards the shared one", "Li et al. 2021, arXiv:2012.04221"),
+    "apfl": Entry("APFL", "clients", "a learnt mixture of a personal and the averaged model", "the network", "a network of its own, and its share in a mixture of both", "Deng et al. 2020, arXiv:2003.13461"),
+    "fedrep": Entry("FedRep", "clients", "shared representation and personal heads, in turns", "the body", "the head, trained before the body in each round", "Collins et al. 2021, arXiv:2102.07078"),
+    "knn-per": Entry("KNNPer", "clients", "averaging, mixed with a client's own nearest rows", "the network", "its rows' features and labels, after `adapt`", "Marfoq et al. 2022, arXiv:2111.09360"),
+    "fedrecon": Entry("FedRecon", "clients", "personal layers rebuilt each round, never kept", "the body", "nothing; the head is rebuilt in each round and in `adapt`", "Singhal et al. 2021, arXiv:2102.03448"),
+    "lg-fedavg": Entry("LGFedAvg", "clients", "personal representations under a shared last layer", "the head", "the body", "Liang et al. 2020, arXiv:2001.01523"),
+    "per-fedavg": Entry("PerFedAvg", "clients", "a start from which one step personalises", "the network, as a start for one step", "the network after its own step", "Fallah et al. 2020, arXiv:2002.07948"),
+    "pfedme": Entry("PFedMe", "clients", "personal models at Moreau envelopes of a shared one", "the network", "a network of its own, at a Moreau envelope of the shared one", "Dinh et al. 2020, arXiv:2006.08848"),
+    "fedpa": Entry("FedPA", "clients", "posterior averaging: sampled posteriors, whose common mode is sought", "the network", "nothing; `adapt` fine-tunes a copy", "Al-Shedivat et al. 2021, arXiv:2010.05273"),
+    "fedem": Entry("FedEM", "clients", "clients are mixtures of shared components", "K networks", "its shares in them", "Marfoq et al. 2021, arXiv:2108.10252"),
+    "fedbe": Entry("FedBE", "clients", "sampled models distilled on the server's unlabelled rows", "the network, distilled from sampled ones on unlabelled rows of the server", "nothing; `adapt` fine-tunes a copy", "Chen and Chao 2021, arXiv:2009.01974"),
+    "ensemble": Entry("Ensemble", "clients", "K networks, each averaged over a random group", "K networks, each of a random group of clients", "its group", "a baseline of Kim and Hospedales 2023, appendix F.2"),
+    "sfvi": Entry("SFVI", "silos", "structured variational inference: a gradient a round, as if pooled", "q(Z_G), a Gaussian posterior of the global latents, and parameters θ", "the posterior of its own latents given Z_G", "Hassan, Salomone and Mengersen 2023, arXiv:2302.03314, Algorithm 1"),
+    "sfvi-avg": Entry("SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)", "q(Z_G) and θ, averaged after local steps", "the posterior of its own latents given Z_G", "Hassan, Salomone and Mengersen 2023, arXiv:2302.03314, Algorithm 2"),
+    "pvi": Entry("PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds", "q(Z_G) as a product of the prior and a factor for each silo", "its factor, and the posterior of its own latents given Z_G", "Ashman et al. 2022, arXiv:2202.12275"),
 }
-"""Name on the command line: module, class, what it runs over, one line.
-
-Over `clients`: a network and rows (`fedbayes run`). Over `silos`: a NumPyro model of a population and silos (`fedbayes fit`).
-"""
+# fmt: on
 
 
-def names(over: str) -> list[str]:
+def names(kind: str) -> list[str]:
     """The algorithms that run over clients, or over silos.
 
     >>> names("silos")
     ['sfvi', 'sfvi-avg', 'pvi']
     """
-    return [name for name, (_, _, kind, _) in REGISTRY.items() if kind == over]
+    return [name for name, entry in REGISTRY.items() if entry.kind == kind]
 
 
-def find(name: str, over: str | None = None) -> type[Any]:
+def module_of(name: str) -> str:
+    """An algorithm's module within the package.
+
+    >>> module_of("fedhb-niw")
+    'algorithms.fedhb_niw'
+    """
+    return f"algorithms.{name.replace('-', '_')}"
+
+
+def find(name: str, kind: str | None = None) -> type[Any]:
     """The algorithm's class by its registered name.
 
     >>> find("fedper").__name__
     'FedPer'
     """
     if name not in REGISTRY:
-        known = list(REGISTRY) if over is None else names(over)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}" if near else f"choose one of {', '.join(known)}"
-        raise UserError(f"there is no algorithm {name!r}; {hint} (fedbayes list shows all)")
-    module, cls, kind, _ = REGISTRY[name]
-    if over == "clients" and kind == "silos":
+        known = list(REGISTRY) if kind is None else names(kind)
+        raise UserError(f"there is no algorithm {name!r}; {nearest(name, known)} (fedbayes list shows all)")
+    entry = REGISTRY[name]
+    if (kind, entry.kind) == ("clients", "silos"):
         raise UserError(f"{name} fits a NumPyro model over silos, not a network; use fedbayes fit FILE --algorithm {name}")
-    if over == "silos" and kind == "clients":
+    if (kind, entry.kind) == ("silos", "clients"):
         raise UserError(f"{name} trains a network over clients, not a NumPyro model; choose one of {', '.join(names('silos'))}")
-    return getattr(importlib.import_module(module), cls)
+    return getattr(importlib.import_module(f"fedbayes.{module_of(name)}"), entry.cls)

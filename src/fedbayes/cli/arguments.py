@@ -88,7 +88,7 @@ def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
     if not arguments or arguments[0].startswith("-"):
         print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
         for name in names("clients"):
-            print(f"  {name:<14} {REGISTRY[name][3]}")
+            print(f"  {name:<14} {REGISTRY[name].summary}")
         print(f"\nfedbayes {command} ALGORITHM --help lists an algorithm's own options.")
         if not arguments or arguments[0] in ("-h", "--help"):
             return None

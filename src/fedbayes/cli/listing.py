@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     for over, title in kinds.items():
         table = Table("algorithm", "what it does", title=title, title_justify="left")
         for name in names(over):
-            table.add_row(name, REGISTRY[name][3])
+            table.add_row(name, REGISTRY[name].summary)
         show(table)
     show(f"networks: {', '.join(NETWORKS)}")
     show(f"data sets: {', '.join(NAMES)}; or a file, a folder, hub:NAME (see docs/your-data.md)")

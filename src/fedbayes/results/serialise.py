@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes.algorithms import REGISTRY, find
+from fedbayes.algorithms import REGISTRY, find, module_of
 from fedbayes.algorithms.tempered import Tempered
 from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
@@ -128,7 +128,8 @@ def _known(table: Mapping[str, Any], name: str, what: str) -> Any:
 
 def _registered(cls: type[Any]) -> str | None:
     """The name of an algorithm's class in the registry; loads no module."""
-    names = (name for name, (module, found, *_) in REGISTRY.items() if (module, found) == (cls.__module__, cls.__name__))
+    where = (cls.__module__, cls.__name__)
+    names = (name for name, entry in REGISTRY.items() if (f"fedbayes.{module_of(name)}", entry.cls) == where)
     return next(names, None)
 
 

@@ -1,0 +1,55 @@
+"""Written by `make tables`, from the registry and the names in `__init__.py`."""
+
+from fedbayes import data as data
+from fedbayes import models as models
+from fedbayes.algorithm import Algorithm as Algorithm
+from fedbayes.algorithm import Data as Data
+from fedbayes.algorithm import Mean as Mean
+from fedbayes.algorithm import NetworkAlgorithm as NetworkAlgorithm
+from fedbayes.algorithm import Reduce as Reduce
+from fedbayes.algorithm import Stack as Stack
+from fedbayes.algorithm import StructuredAlgorithm as StructuredAlgorithm
+from fedbayes.algorithm import Sum as Sum
+from fedbayes.algorithms.apfl import APFL as APFL
+from fedbayes.algorithms.bpfed import BPFed as BPFed
+from fedbayes.algorithms.ditto import Ditto as Ditto
+from fedbayes.algorithms.ensemble import Ensemble as Ensemble
+from fedbayes.algorithms.fedavg import FedAvg as FedAvg
+from fedbayes.algorithms.fedbabu import FedBABU as FedBABU
+from fedbayes.algorithms.fedbe import FedBE as FedBE
+from fedbayes.algorithms.fedem import FedEM as FedEM
+from fedbayes.algorithms.fedhb_mixture import FedHBMixture as FedHBMixture
+from fedbayes.algorithms.fedhb_niw import FedHBNIW as FedHBNIW
+from fedbayes.algorithms.fedpa import FedPA as FedPA
+from fedbayes.algorithms.fedper import FedPer as FedPer
+from fedbayes.algorithms.fedpop import FedPop as FedPop
+from fedbayes.algorithms.fedprox import FedProx as FedProx
+from fedbayes.algorithms.fedrecon import FedRecon as FedRecon
+from fedbayes.algorithms.fedrep import FedRep as FedRep
+from fedbayes.algorithms.fedvi import FedVI as FedVI
+from fedbayes.algorithms.ifca import IFCA as IFCA
+from fedbayes.algorithms.knn_per import KNNPer as KNNPer
+from fedbayes.algorithms.lg_fedavg import LGFedAvg as LGFedAvg
+from fedbayes.algorithms.per_fedavg import PerFedAvg as PerFedAvg
+from fedbayes.algorithms.pfedbayes import PFedBayes as PFedBayes
+from fedbayes.algorithms.pfedme import PFedMe as PFedMe
+from fedbayes.algorithms.pvi import PVI as PVI
+from fedbayes.algorithms.sfvi import SFVI as SFVI
+from fedbayes.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
+from fedbayes.algorithms.tempered import Tempered as Tempered
+from fedbayes.data import Clients as Clients
+from fedbayes.data.unlabelled import Unlabelled as Unlabelled
+from fedbayes.engine.clients import Simulation as Simulation
+from fedbayes.errors import UserError as UserError
+from fedbayes.evaluation.assess import assess as assess
+from fedbayes.models import network as network
+from fedbayes.primitives.training import Training as Training
+from fedbayes.primitives.variational import Family as Family
+from fedbayes.results import trackers as trackers
+from fedbayes.results.fit import Fit as Fit
+from fedbayes.results.opened import open as open
+from fedbayes.results.posterior import Posterior as Posterior
+from fedbayes.results.simulate import simulate as simulate
+from fedbayes.results.structured_fit import SiloFit as SiloFit
+
+__version__: str
