@@ -21,7 +21,7 @@ test-all: test
 
 # All common tests of one method: make test-method NAME=fedlinear
 test-method: tables
-	$(BIN)/python -m pytest -n 0 --method $(NAME)
+	$(BIN)/python -m pytest -n 0 tests --method $(NAME)
 
 # What follows from the registry: the type stub, README's table and the reference of algorithms
 tables: $(VENV)/.test

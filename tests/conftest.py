@@ -30,6 +30,19 @@ with install_import_hook([f"fedbayes.{name}" for name in CHECKED], "beartype.bea
     from fedbayes.models import Categorical, mlp
 
 
+def pytest_addoption(parser):
+    parser.addoption("--method", help="run all tests of one method's row, and write its golden files where they are missing")
+
+
+def pytest_collection_modifyitems(config, items):
+    if name := config.getoption("--method"):
+        chosen = [item for item in items if "callspec" in vars(item) and item.callspec.params.get("name") == name]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+        if not chosen:
+            raise pytest.UsageError(f"there is no test of {name!r}; add its row to tests/table.py")
+
+
 MEMORY = 3 * 2**30
 """Bytes of a worker beyond which it forgets what it compiled; hundreds of tests would take twice as much and more."""
 
@@ -58,10 +71,10 @@ def model():
     return mlp((4,), Categorical(2), hidden=(8,))
 
 
-def assert_close(one, other, tolerance):
-    """Every leaf within an absolute tolerance."""
+def assert_close(one, other, tolerance, relative=0.0):
+    """Every leaf within an absolute tolerance, and a relative one where that is given."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=0, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=relative, err_msg=jax.tree_util.keystr(path))
 
 
 def assert_same(one, other):

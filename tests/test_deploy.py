@@ -14,10 +14,12 @@ import pytest
 from conftest import assert_close, assert_same
 from deployed import deployment, parts_of
 from hierarchy import partition, population, silo
-from table import TABLE
+from table import TABLE, methods
 
 import fedbayes as fb
 from fedbayes import wire
+from fedbayes.algorithms import REGISTRY, find
+from fedbayes.cli.arguments import python_file
 from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.deploy.site import Site, locked
@@ -31,7 +33,6 @@ from fedbayes.models import Categorical, mlp
 from fedbayes.primitives.training import Training
 
 ROUNDS = 3
-OFTEN = ("fedper",)
 
 
 @pytest.fixture
@@ -58,10 +59,7 @@ def simulated(algorithm, clients, rounds=ROUNDS):
     return simulation
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.xdist_group(n), *([] if n in OFTEN else [pytest.mark.slow])]) for n in TABLE],
-)
+@methods("clients", often=("fedper",))
 def test_state_and_scores_are_the_simulators(name, model, clients, everyone, tmp_path):
     algorithm = TABLE[name](model).planned(ROUNDS, **clients.facts)
     coordinator, post = deployment(algorithm, everyone, tmp_path, ROUNDS)
@@ -74,15 +72,10 @@ def test_state_and_scores_are_the_simulators(name, model, clients, everyone, tmp
         assert found == pytest.approx(groups["participating"]["log_score"]["rows"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["pvi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sfvi", "sfvi-avg"))])
+@methods("silos", often=("pvi",))
 def test_structured_models_are_the_simulators(name, tmp_path):
-    methods = {
-        "sfvi": lambda: fb.SFVI(population, silo),
-        "sfvi-avg": lambda: fb.SFVIAvg(population, silo, steps=3),
-        "pvi": lambda: fb.PVI(population, silo, steps=3),
-    }
     data = partition(5, 4, 3)
-    algorithm = plan(methods[name](), data, ROUNDS)
+    algorithm = plan(TABLE[name](population, silo), data, ROUNDS)
     parts = [SiteData(one) for one in data.values()]
     coordinator, post = deployment(algorithm, parts, tmp_path, ROUNDS)
     coordinator.finish(post)
@@ -270,6 +263,20 @@ def test_an_app_that_was_used_can_be_copied_to_rays_processes(tmp_path):
     """As Flower's simulation does, outside the tests' checks of types, which cannot be copied."""
     write_project(tmp_path / "project", "fedper", 2, ROUNDS)
     subprocess.run([sys.executable, "-c", COPY], cwd=tmp_path / "project", check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_new_project_is_an_experiment_of_any_method(name, tmp_path):
+    for path in write_project(tmp_path / "project", name, 4, 7):
+        assert path.exists()
+    experiment = python_file(tmp_path / "project/federation/experiment.py", ["experiment"], "a project").experiment
+    algorithm = experiment.algorithm
+    assert type(algorithm) is find(name)
+    expected = {"rounds": 7, "clients": 4, "silos": 4, "rows": 1347 if experiment.networked else 80}
+    for field in dataclasses.fields(algorithm):
+        if field.metadata.get("fact") in expected:
+            assert getattr(algorithm, field.name) == expected[field.metadata["fact"]]
+    assert experiment.load({"number": 1}).train is not None
 
 
 def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):

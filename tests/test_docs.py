@@ -18,7 +18,6 @@ import pytest
 
 import fedbayes as fb
 from fedbayes import wire
-from fedbayes.algorithms import REGISTRY, find, names
 from fedbayes.cli import COMMANDS, main
 from fedbayes.cli import fit as fit_command
 from fedbayes.cli.run import Options
@@ -236,13 +235,16 @@ def test_pages_name_every_command_option_and_algorithm():
     for field in dataclasses.fields(DataOptions):
         option = f"--{field.name.replace('_', '-')}"
         assert option in page + data or field.name == "standardise", option
-    for name in names("silos"):
-        assert f"{find(name).default_rounds} (`{name}`)" in page
-    for name in REGISTRY:
-        assert f"| `{name}` |" in text("README.md")
     guide = text("docs/structured-models.md")
     for field in dataclasses.fields(fb.Family):
         assert f"| `{field.name}` | {field.default} |" in guide
+
+
+def test_what_follows_from_the_registry_is_current():
+    tables = load(ROOT / "docs" / "tables.py")
+    for path, content in tables.FILES.items():
+        assert content() == text(path), f"{path} does not follow from the registry; write it with make tables"
+    assert set(re.findall(r" as (\w+)$", tables.stub(), re.MULTILINE)) == set(fb.__all__)
 
 
 def test_schema_of_the_result_is_the_documented_one(clients):
@@ -267,12 +269,88 @@ def test_schema_of_the_result_is_the_documented_one(clients):
 
 # The algorithm of the guide
 
+GUIDE = "docs/add-an-algorithm.md"
+
 
 @pytest.fixture(scope="module")
 def skeleton(tmp_path_factory):
     path = tmp_path_factory.mktemp("skeleton") / "fedlinear_of_the_guide.py"
-    path.write_text(blocks("docs/add-an-algorithm.md", "python")[0])
+    path.write_text(blocks(GUIDE, "python")[0])
     return load(path)
+
+
+@pytest.fixture
+def followed(tmp_path):
+    """A copy of the repository to which the guide's file, line and row were added, and the environment that runs it."""
+    root = tmp_path / "copy"
+    for folder in ("src", "tests", "docs"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "images")
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
+    for file in ("README.md", "Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / file, root / file)
+    (root / "src/fedbayes/algorithms/fedlinear.py").write_text(blocks(GUIDE, "python")[0])
+    line, row = blocks(GUIDE, "py")
+    add(root / "src/fedbayes/algorithms/__init__.py", "REGISTRY = {\n", line)
+    add(root / "tests/table.py", "TABLE = {\n", row)
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    return root, {**os.environ, "PYTHONPATH": str(root / "src"), "JAX_COMPILATION_CACHE_DIR": cache}
+
+
+def add(path, start, line):
+    """Put a line at the end of a dict."""
+    before, after = path.read_text().split(start)
+    inside, rest = after.split("\n}\n", 1)
+    path.write_text(f"{before}{start}{inside}\n{line}}}\n{rest}")
+
+
+USE = """
+import shlex, sys
+import fedbayes as fb
+from fedbayes.cli import main
+for line in sys.stdin.read().splitlines():
+    assert main(shlex.split(line)) == 0, line
+sys.path.append("my-federation")
+from federation.experiment import experiment
+assert isinstance(experiment.algorithm, fb.FedLinear)
+print(fb.FedLinear.__module__, len(experiment.fingerprint))
+"""
+
+
+def test_the_guide_does_what_it_says(followed):
+    """The name, the listing, wire, run, compare and the project of a method that was just added."""
+    root, environment = followed
+    generator, lines = np.random.default_rng(0), ["site,a,b,y"]
+    for site in ("north", "east", "south", "west"):
+        lines += [f"{site},{a:.3f},{b:.3f},{a - 2 * b + 0.3 * e:.3f}" for a, b, e in generator.normal(size=(20, 3))]
+    (root / "readings.csv").write_text("\n".join(lines))
+    commands = re.findall(r"^\$ fedbayes (.*)$", text(GUIDE), re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["list", "wire", "run", "compare", "deploy"]
+    done = subprocess.run(
+        [sys.executable, "-c", USE], input="\n".join(commands), capture_output=True, text=True, cwd=root, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "linear regression with exact posteriors" in done.stdout
+    assert done.stdout.splitlines()[-1] == "fedbayes.algorithms.fedlinear 32"
+    result = json.loads((root / "runs/linear/result.json").read_text())
+    assert result["metrics"]["personal"]["participating"]["rmse"]["rows"] < 0.5  # the noise is 0.3
+
+
+@pytest.mark.slow
+def test_the_guides_command_runs_all_common_tests_and_writes_what_follows(followed):
+    root, environment = followed
+    (command,) = re.findall(r"^\$ (make .*)$", text(GUIDE), re.MULTILINE)
+    (root / ".venv").mkdir()
+    (root / ".venv/.test").touch()  # installed already
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    command = [*shlex.split(command), f"BIN={Path(sys.executable).parent}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 15
+    assert "from fedbayes.algorithms.fedlinear import FedLinear" in (root / "src/fedbayes/__init__.pyi").read_text()
+    assert "| `fedlinear` |" in (root / "README.md").read_text()
+    assert "::: fedbayes.algorithms.fedlinear" in (root / "docs/reference/algorithms.md").read_text()
+    assert "change/precision" in (root / "tests/golden/fedlinear.txt").read_text()
+    assert "fedlinear" in json.loads((root / "tests/golden/numbers.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +364,8 @@ NOISE, TAU, PRIOR = 0.5, 0.7, 3.0
 @pytest.fixture(scope="module")
 def trained(skeleton, regression):
     """Two rounds of four clients, after which the server has heard of all five that take part."""
-    algorithm = skeleton.FedLinear(mlp(regression.shape, Normal(NOISE), hidden=()), tau=TAU, prior=PRIOR, draws=20_000)
+    network = mlp(regression.shape, Normal(), hidden=())
+    algorithm = skeleton.FedLinear(network, sigma=NOISE, tau=TAU, prior=PRIOR, draws=20_000)
     simulation = fb.Simulation(algorithm, regression, cohort=4, seed=3)
     for _ in range(2):
         simulation.step()
@@ -322,9 +401,10 @@ def exact(clients, members):
     return covariance @ linear, covariance
 
 
-def test_guide_runs(skeleton, capsys):
-    exec(blocks("docs/add-an-algorithm.md", "python")[1], {"FedLinear": skeleton.FedLinear})
-    assert "change/precision\tfloat32[4, 4]\tsum\tdata/mask,data/x,local/told" in capsys.readouterr().out
+def test_guide_runs(skeleton, capsys, monkeypatch):
+    monkeypatch.setattr(fb, "FedLinear", skeleton.FedLinear, raising=False)
+    exec(blocks(GUIDE, "python")[1], {})
+    assert "change/precision\tfloat32[4, 4]\tsum\tdata/mask,data/x,local/sent" in capsys.readouterr().out
 
 
 def test_guide_has_the_exact_shared_posterior(trained, regression):

@@ -13,21 +13,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from table import TABLE
+from table import TABLE, method, methods
 
 import fedbayes as fb
 
 NUMBERS = Path(__file__).parent / "golden" / "numbers.json"
 TOLERANCE = 1e-6
 """Of an array, relative to the sum of its absolute values; of a figure, relative to it or, below 1, absolute."""
-OFTEN = ("fedavg", "fedper", "fedvi", "bpfed", "fedhb-niw", "sfvi", "pvi")
-
 MIXED, ALIKE = (4, 4, 5), (4, 4, 4)
-SILOS = {
-    "sfvi": lambda: fb.SFVI(population, silo),
-    "sfvi-avg": lambda: fb.SFVIAvg(population, silo, steps=5),
-    "pvi": lambda: fb.PVI(population, silo, steps=5),
-}
 WAYS = {
     "": (MIXED, {}),
     "-loop": (MIXED, {"loop": True}),
@@ -37,37 +30,39 @@ WAYS = {
 }
 
 
-def case(name, way=""):
-    often = [] if name + way in OFTEN else [pytest.mark.slow]
-    return pytest.param(name, way, marks=[pytest.mark.xdist_group(name), *often], id=name + way)
+@methods("clients")
+def test_over_clients(name, model, clients, request):
+    over_clients(name, "vmap", model, clients, request)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [*map(case, TABLE), *(case(name, "-loop") for name in ("fedavg", "fedper", "bpfed", "fedvi"))]
-)
-def test_over_clients(name, way, model, clients):
-    mode = "loop" if way else "vmap"
+@pytest.mark.parametrize("name", [method(name, often=()) for name in ("fedavg", "fedper", "bpfed", "fedvi")])
+def test_over_clients_one_by_one(name, model, clients, request):
+    over_clients(name, "loop", model, clients, request)
+
+
+def over_clients(name, mode, model, clients, request):
     fit = fb.simulate(TABLE[name](model), clients, rounds=3, cohort=3, seed=5, dropout=0.2, clients=mode)
     local = fit.simulation.local.get(np.arange(len(clients)))
     rounds = [entry for entry in fit.history if "evaluation" not in entry]
     scores = jax.tree.map(lambda score: [*score.values()], fit.evaluation.summary(), is_leaf=lambda node: "rows" in node)
-    check(name + way, {"server": fit.simulation.state, "local": local}, {"history": rounds, "evaluation": scores})
+    case = name if mode == "vmap" else f"{name}-loop"
+    check(case, {"server": fit.simulation.state, "local": local}, {"history": rounds, "evaluation": scores}, request)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [case(name, way) for name in SILOS for way in WAYS if (name, way) != ("sfvi-avg", "-loop")]
-)
-def test_over_silos(name, way):
+@pytest.mark.parametrize("way", ["", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way)])
+@methods("silos")
+def test_over_silos(name, way, request):
     counts, options = WAYS[way]
     y = np.random.default_rng(7).normal(1.0, 1.0, sum(counts)).astype(np.float32)
     data = {f"s{i}": {"y": part} for i, part in enumerate(np.split(y, np.cumsum(counts)[:-1]))}
-    fit = fb.simulate(SILOS[name](), data, rounds=3, seed=5, **options)
+    fit = fb.simulate(TABLE[name](population, silo), data, rounds=3, seed=5, **options)
     own = {place: fit.simulation.own(place) for place in data}
     posterior = {figure: fit.result[figure] for figure in ("posterior", "khat", "ess")}
     check(
         name + way,
         {"server": fit.simulation.state, "own": own},
         {"history": [{key: entry[key] for key in ("round", "bound")} for entry in fit.history], **posterior},
+        request,
     )
 
 
@@ -82,12 +77,17 @@ def silo(shared, data):
         numpyro.sample("y", dist.Normal(effect, 0.5), obs=data["y"])
 
 
-def check(name, states, figures):
+def check(name, states, figures, request):
     found = {"arrays": {where: sums(leaf) for where, leaf in paths(states).items()}, "figures": jax.tree.map(rounded, figures)}
     if path := os.environ.get("FEDBAYES_WRITE_NUMBERS"):
         write(Path(path), name, found)
         return
-    kept = json.loads(NUMBERS.read_text())[name]
+    kept = json.loads(NUMBERS.read_text())
+    if name not in kept and request.config.getoption("--method"):
+        write(NUMBERS, name, found)
+        return
+    assert name in kept, f"{NUMBERS.name} has no numbers of {name}; make test-method NAME={name} writes them"
+    kept = kept[name]
     assert kinds(found) == kinds(kept)
     off = deviations(found, kept)
     worst = max(off, key=off.get)

@@ -13,14 +13,11 @@ import pandas as pd
 import pytest
 from conftest import ROOT, assert_close, assert_same
 from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, partition, population, sampled, silo
+from table import TABLE, methods
 
-from fedbayes import wire
-from fedbayes.algorithm import declared
-from fedbayes.algorithms import names
 from fedbayes.algorithms.pvi import PVI, _proper_part
 from fedbayes.algorithms.sfvi import SFVI
 from fedbayes.algorithms.sfvi_avg import SFVIAvg
-from fedbayes.engine import silos
 from fedbayes.engine.silo_data import plan
 from fedbayes.engine.silos import SiloSimulation
 from fedbayes.errors import UserError
@@ -29,20 +26,9 @@ from fedbayes.primitives.variational import Family
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import fit_silos
 
-TABLE = {
-    "sfvi": lambda **options: SFVI(population, silo, **options),
-    "sfvi-avg": lambda **options: SFVIAvg(population, silo, steps=5, **options),
-    "pvi": lambda **options: PVI(population, silo, steps=5, **options),
-}
-each_algorithm = pytest.mark.parametrize("name", TABLE)
-one_often = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "sfvi-avg" else pytest.mark.slow) for name in TABLE]
-)
-"""All of them, of which `make test` takes the one that both steps alone and averages."""
-
 
 def started(name, data, rounds=4, **options):
-    return SiloSimulation(plan(TABLE[name](), data, rounds), data, **options)
+    return SiloSimulation(plan(TABLE[name](population, silo), data, rounds), data, **options)
 
 
 def advanced(simulation, rounds):
@@ -57,10 +43,6 @@ def is_exact(fit):
     q = fit.shared.eta
     assert abs(float(q.mean[0]) - MEAN) < 0.01 * DEVIATION
     assert deviation(q) == pytest.approx(DEVIATION, rel=0.01)
-
-
-def test_every_registered_algorithm_is_here():
-    assert list(TABLE) == names("silos")
 
 
 def test_sfvi_is_exact_on_a_conjugate_hierarchy():
@@ -240,19 +222,7 @@ def test_in_double_precision_partitions_agree_to_ten_digits():
     assert float(run.stdout.split()[-1]) < 1e-10
 
 
-@one_often
-def test_groups_and_one_by_one_agree(name):
-    """Equal silos run as one mapped group; one by one they give the same."""
-    data = partition(4, 4, 4)
-    mapped, looped = started(name, data), started(name, data, loop=True)
-    assert len(mapped.groups) == 1
-    advanced(mapped, 4)
-    advanced(looped, 4)
-    assert_close(mapped.state, looped.state, 2e-4)
-    assert_close(mapped.states, looped.states, 2e-4)
-
-
-@one_often
+@methods("silos", often=("sfvi-avg",))
 @pytest.mark.parametrize("options", [{"cohort": 2}, pytest.param({"in_turn": True}, marks=pytest.mark.slow)])
 def test_silos_that_are_absent_keep_their_state(name, options):
     same, mixed = started(name, partition(4, 4, 4), **options), started(name, partition(3, 4, 5), **options)
@@ -265,44 +235,6 @@ def test_silos_that_are_absent_keep_their_state(name, options):
         assert absent
         for other in absent:
             assert_same(simulation.own(other), before[other])
-
-
-@each_algorithm
-def test_messages_are_as_they_were_and_hold_nothing_local(name):
-    data = {"y": jnp.asarray(Y[5:])}
-    algorithm = plan(TABLE[name](family=Family(moving_scale=True)), {"a": data}, 10)
-    assert set(declared(algorithm.up_type)) == set(algorithm.up_type._fields)
-    leaves = wire.manifest(algorithm, data)
-    wire.check(leaves)
-    path = ROOT / "tests" / "golden" / f"{name}.txt"
-    if not path.exists():
-        path.write_text(wire.text(leaves))
-        pytest.fail(f"{path.name} was missing and has been written: look at it and commit it")
-    assert wire.text(leaves) == path.read_text()
-
-
-@each_algorithm
-def test_bytes_of_a_round_hold_no_latent_s_posterior_and_no_datum(name):
-    simulation = started(name, partition(5, 7))
-    advanced(simulation, 3)
-    data = simulation.data("s1")
-    down, own = simulation.down(), simulation.own("s1")
-    up, new = jax.jit(simulation.algorithm.client)(jax.random.key(1), down, own, data)
-    sent = wire.pack(jax.device_get(up)) + wire.pack(jax.device_get(down))
-    for secret in [*Y[5:], *jax.tree.leaves(own.eta), *jax.tree.leaves(new.eta)]:
-        assert np.asarray(secret).tobytes() not in sent
-        assert all(np.asarray(entry).tobytes() not in sent for entry in np.asarray(secret).reshape(-1) if entry)
-    assert_same(wire.unpack(wire.pack(jax.device_get(up)), up, "message", finite=True), up)
-
-
-@each_algorithm
-def test_one_program_for_all_rounds(name, monkeypatch):
-    simulation = started(name, partition(5, 7), rounds=9)
-    size = silos._stretch._cache_size()
-    advanced(simulation, 5)
-    advanced(simulation, 4)
-    advanced(started(name, partition(5, 7), rounds=9, seed=1), 3)
-    assert silos._stretch._cache_size() == size + 1
 
 
 def test_silos_may_differ_in_structure_and_hold_plain_numbers_and_frames():
@@ -412,10 +344,10 @@ class Stop(Exception):
     pass
 
 
-@one_often
+@methods("silos", often=("sfvi-avg",))
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("fedbayes.results.structured_fit.CHECKPOINT", 0.0)
-    data, algorithm = partition(4, 4, 4), TABLE[name]()
+    data, algorithm = partition(4, 4, 4), TABLE[name](population, silo)
     whole = fit_silos(algorithm, data, 6, folder=tmp_path / "whole")
 
     def kill(simulation, bound):
@@ -443,15 +375,15 @@ def test_ctrl_c_keeps_the_run(tmp_path):
     data, asked = partition(5, 7), []
     with pytest.raises(KeyboardInterrupt):
         fit_silos(
-            TABLE["sfvi"](),
+            SFVI(population, silo),
             data,
             400,
             folder=tmp_path,
             callbacks=(lambda simulation, bound: asked.append(simulation.round),),
             stopped=lambda: bool(asked) and asked[-1] > 10,
         )
-    fit = fit_silos(TABLE["sfvi"](), data, 400, folder=tmp_path, resume=True)
-    assert_same(fit.simulation.state, fit_silos(TABLE["sfvi"](), data, 400).simulation.state)
+    fit = fit_silos(SFVI(population, silo), data, 400, folder=tmp_path, resume=True)
+    assert_same(fit.simulation.state, fit_silos(SFVI(population, silo), data, 400).simulation.state)
 
 
 REFUSED = {

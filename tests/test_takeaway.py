@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 from conftest import ROOT, assert_same
 from scipy import stats
-from table import TABLE
+from table import TABLE, methods
 
 import fedbayes as fb
 from fedbayes import cli, wire
@@ -101,15 +101,18 @@ def adapted(algorithm, key, data):
     return down, algorithm.adapt(key, down, local, data)
 
 
-OFTEN = {"fedavg", "fedbe", "fedvi", "tempered"}
-"""Whose states and options are of all kinds; the others take longer to compile than is worth waiting for each time."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in (*TABLE, "tempered")]
-)
+# Their states and options are of all kinds; the others take longer to compile than is worth waiting for each time.
+@methods("clients", often=("fedavg", "fedbe", "fedvi"))
 def test_every_algorithm_comes_back_as_it_was(clients, model, name):
-    algorithm = (fb.Tempered(TABLE["fedper"](model)) if name == "tempered" else TABLE[name](model)).planned(2, **clients.facts)
+    comes_back(TABLE[name](model), clients, name)
+
+
+def test_a_tempered_algorithm_comes_back_as_it_was(clients, model):
+    comes_back(fb.Tempered(TABLE["fedper"](model)), clients, "tempered")
+
+
+def comes_back(algorithm, clients, name):
+    algorithm = algorithm.planned(2, **clients.facts)
     x, y = clients.rows(str(clients.names[0]))
     key, data = jax.random.key(0), fb.Data(x, y, np.ones(len(x), bool))
     person = Posterior(algorithm, *adapted(algorithm, key, data), key, posterior.RowSpec.of(clients), {"for": "me"})
@@ -120,7 +123,7 @@ def test_every_algorithm_comes_back_as_it_was(clients, model, name):
     changed = {"unlabelled": None} if name == "fedbe" else {}
     inner = again.algorithm.algorithm if name == "tempered" else again.algorithm
     original = person.algorithm.algorithm if name == "tempered" else person.algorithm
-    assert dataclasses.replace(inner, model=model) == dataclasses.replace(original, **changed)
+    assert dataclasses.replace(inner, model=original.model) == dataclasses.replace(original, **changed)
     assert_same(again.draws(x[:3]), person.draws(x[:3]))
     if name == "knn-per":  # it remembers features of its rows, as the page says
         assert safetensors.numpy.load_file("me.safetensors")["local/datastore/features"].shape == (32, 8)

@@ -160,10 +160,11 @@ def local(arguments: Sequence[str]) -> None:
     result = out / "server" / "result.json"
     if not result.exists():
         raise UserError(f"the run ended without a result; see {out / 'logs' / 'run.log'}")
-    found = json.loads(result.read_text())
-    show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
-    personal = ["--project", str(project), "--number", "0", "--state", str(out / "sites"), "--out", str(out / "site0.csv")]
-    personalise(personal)
+    if experiment.networked:
+        found = json.loads(result.read_text())
+        show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
+        personal = ["--project", str(project), "--number", "0", "--state", str(out / "sites"), "--out", str(out / "site0.csv")]
+        personalise(personal)
     show(f"run: {out / 'server'}; {time.monotonic() - began:.0f} s")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from fedbayes.algorithms import find
+from fedbayes.algorithms import REGISTRY, find
 from fedbayes.errors import UserError
 
 PYPROJECT = """\
@@ -44,12 +45,8 @@ server = server_app(experiment)
 client = client_app(experiment)
 '''
 
-EXPERIMENT = '''\
-"""What the server and every site agree on. Change it here, and bring the same file to all of them."""
-
-import dataclasses
-
-import fedbayes as fb
+NETWORK = '''\
+{imports}import fedbayes as fb
 from fedbayes.deploy.experiment import Experiment, SiteData, example_rows, site_rows
 
 SITES, ROUNDS = {sites}, {rounds}
@@ -58,8 +55,8 @@ ROWS = 1347  # training rows of all sites together, about; some methods weigh th
 
 model = fb.models.mlp(SHAPE, fb.models.Categorical(CLASSES), hidden=(64,), scale=16.0)  # pixels from 0 to 16
 algorithm = fb.{cls}(model)
-algorithm = dataclasses.replace(algorithm, train=dataclasses.replace(algorithm.train, epochs=10))  # messages are slow
-algorithm = algorithm.planned(ROUNDS, N=SITES, D=ROWS)
+{train}algorithm = algorithm.planned(ROUNDS, clients=SITES, rows=ROWS)
+example = example_rows(SHAPE, "float32")  # the kind of a row's numbers, as the file has them
 
 
 def load(settings) -> SiteData:
@@ -67,11 +64,57 @@ def load(settings) -> SiteData:
     if "data" in settings:
         return site_rows(fb.data.load(settings["data"], partition="iid", clients=1, standardise=False))
     return site_rows(fb.data.load("digits", partition="iid", clients=SITES), str(settings["number"]))
+'''
 
+TRAIN = """\
+algorithm = dataclasses.replace(algorithm, train=dataclasses.replace(algorithm.train, epochs=10))  # messages are slow
+"""
+
+STRUCTURED = '''\
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import fedbayes as fb
+from fedbayes.deploy.experiment import Experiment, SiteData
+
+SITES, ROUNDS = {sites}, {rounds}
+ROWS = 20 * SITES  # observations of all sites together, about; some methods weigh a site by its share
+
+
+def population():
+    """The latents that all sites share."""
+    return numpyro.sample("mean", dist.Normal(0.0, 10.0)), numpyro.sample("spread", dist.HalfNormal(5.0))
+
+
+def silo(shared, data):
+    """The latents that stay at a site, and its observations."""
+    with numpyro.plate("units", data["y"].shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(*shared))
+        numpyro.sample("y", dist.Normal(effect, 0.3), obs=data["y"])
+
+
+algorithm = fb.{cls}(population, silo).planned(ROUNDS, silos=SITES, rows=ROWS)
+example = {{"y": np.zeros(20, np.float32)}}
+
+
+def load(settings) -> SiteData:
+    """A site's own data, from its own settings: a file with y, or, to try it out, made-up numbers."""
+    if "data" in settings:
+        with np.load(settings["data"]) as file:
+            return SiteData({{"y": file["y"].astype(np.float32)}})
+    y = np.random.default_rng(int(settings["number"])).normal(1.0, 1.0, 20)
+    return SiteData({{"y": y.astype(np.float32)}})
+'''
+
+EXPERIMENT = '''\
+"""What the server and every site agree on. Change it here, and bring the same file to all of them."""
+
+{body}
 
 experiment = Experiment(
     algorithm,
-    example_rows(SHAPE, "float32"),  # the kind of a row's numbers, as the file has them
+    example,
     load,
     rounds=ROUNDS,
     sites=SITES,
@@ -122,8 +165,11 @@ flower-supernode --superlink server.example.org:8443 --root-certificates ca.crt 
   --host 127.0.0.1 --port 9094 --node-config 'number=0 state="/var/fedbayes" data="/srv/rows.npz"'
 ```
 
-`number` is the site's own, from 0 on; `state` is where it keeps what never leaves it; `data` is its file. After a run this
-predicts with the site's own model, and asks nobody:
+`number` is the site's own, from 0 on; `state` is where it keeps what never leaves it; `data` is its file.
+"""
+
+PREDICT = """
+After a run this predicts with the site's own model, and asks nobody:
 
 ```sh
 fedbayes deploy personalise --project . --number 0 --state /var/fedbayes --data /srv/rows.npz --rows new.npz --out out.csv
@@ -133,19 +179,22 @@ fedbayes deploy personalise --project . --number 0 --state /var/fedbayes --data 
 
 def write_project(folder: Path, algorithm: str, sites: int, rounds: int) -> list[Path]:
     """The files of a project; a folder that is there is left alone."""
-    cls = find(algorithm, "clients").__name__
+    cls = find(algorithm)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is there and not empty; choose another folder")
     if sites < 1 or rounds < 1:
         raise UserError(f"sites is {sites} and rounds {rounds}; both are at least 1")
     name = "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name.lower()).strip("-") or "federation"
-    values = {"name": name, "cls": cls, "sites": sites, "rounds": rounds}
+    trains = any(field.name == "train" for field in dataclasses.fields(cls))
+    values = {"name": name, "cls": cls.__name__, "sites": sites, "rounds": rounds}
+    values |= {"imports": "import dataclasses\n\n", "train": TRAIN} if trains else {"imports": "", "train": ""}
+    body, more = (NETWORK, PREDICT) if REGISTRY[algorithm].kind == "clients" else (STRUCTURED, "")
     files = {
         "pyproject.toml": PYPROJECT.format(**values),
-        "README.md": README.format(**values),
+        "README.md": README.format(**values) + more,
         "federation/__init__.py": "",
         "federation/app.py": APP,
-        "federation/experiment.py": EXPERIMENT.format(**values),
+        "federation/experiment.py": EXPERIMENT.format(body=body.format(**values)),
     }
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
