@@ -19,6 +19,7 @@ ROWS = fb.Unlabelled(np.random.default_rng(1).normal(size=(20, 4)).astype(np.flo
 TABLE = {
     "fedavg": lambda model: fb.FedAvg(model, train=TRAIN, tune=TUNE),
     "fedprox": lambda model: fb.FedProx(model, mu=0.1, train=TRAIN, tune=TUNE),
+    "scaffold": lambda model: fb.Scaffold(model, train=fb.Training(2, batch=8, lr=0.2), tune=TUNE),
     "fedbabu": lambda model: fb.FedBABU(model, head_scale=3.0, train=TRAIN, tune=TUNE),
     "fedhb-niw": lambda model: fb.FedHBNIW(
         model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, N=4, D=80

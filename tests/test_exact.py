@@ -13,8 +13,10 @@ from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.algorithms.fedprox import FedProx
+from fedbayes.algorithms.scaffold import Scaffold
 from fedbayes.data import Clients
 from fedbayes.engine.clients import Simulation
+from fedbayes.errors import UserError
 from fedbayes.models import Normal, from_functions
 from fedbayes.primitives.training import Training
 
@@ -64,13 +66,54 @@ def test_fedavg_with_one_full_step_is_gradient_descent_on_all_rows(regression, l
     np.testing.assert_allclose(simulation.state.params["intercept"], expected[2], atol=1e-5)
 
 
-def test_fedavg_uniform_counts_clients_not_rows(regression, linear):
-    simulation = run(FedAvg(linear, train=ONE_STEP, uniform=True), regression, 300)
+def equal_clients(regression):
+    """Least squares with every client counted the same."""
     xs, ys = training_rows(regression)
     x = np.concatenate([np.column_stack([x, np.ones(len(x))]) / np.sqrt(len(x)) for x in xs])
-    y = np.concatenate([y / np.sqrt(len(y)) for y in ys])
-    expected = np.linalg.lstsq(x, y, rcond=None)[0]
-    np.testing.assert_allclose(simulation.state.params["slope"], expected[:2], atol=1e-5)
+    return np.linalg.lstsq(x, np.concatenate([y / np.sqrt(len(y)) for y in ys]), rcond=None)[0]
+
+
+def test_fedavg_uniform_counts_clients_not_rows(regression, linear):
+    simulation = run(FedAvg(linear, train=ONE_STEP, uniform=True), regression, 300)
+    np.testing.assert_allclose(simulation.state.params["slope"], equal_clients(regression)[:2], atol=1e-5)
+
+
+def test_scaffold_reaches_the_optimum_from_which_local_steps_drift(regression, linear):
+    """Ten steps a round: FedAvg ends where the clients' pulls balance, SCAFFOLD where the mean gradient is zero."""
+    several = Training(epochs=10, batch=1000, lr=0.3)
+    drifted = run(FedAvg(linear, train=several, uniform=True), regression, 200).state.params
+    state = run(Scaffold(linear, train=several, N=3), regression, 200).state
+    expected = equal_clients(regression)
+    np.testing.assert_allclose([*state.x["slope"], state.x["intercept"]], expected, atol=1e-5)
+    assert np.abs(np.array([*drifted["slope"], drifted["intercept"]]) - expected).max() > 0.05
+    np.testing.assert_allclose(state.c["slope"], 0, atol=1e-5)  # the mean gradient there
+
+
+def test_scaffolds_control_variates_are_mean_gradients(regression, linear):
+    """After one full step from x, c_i is client i's gradient at x and c their mean, over all clients that there are."""
+    simulation = run(Scaffold(linear, train=ONE_STEP, N=3), regression, 1)
+    xs, ys = training_rows(regression)
+    gradients = np.array([-(x.T @ y) / len(y) for x, y in zip(xs, ys, strict=True)])  # x starts at zero
+    np.testing.assert_allclose(simulation.local.get(np.arange(3)).c["slope"], gradients, atol=1e-5)
+    np.testing.assert_allclose(simulation.state.c["slope"], gradients.mean(axis=0), atol=1e-5)
+    half = run(Scaffold(linear, train=ONE_STEP, N=6), regression, 1)
+    np.testing.assert_allclose(half.state.c["slope"], gradients.mean(axis=0) / 2, atol=1e-5)
+
+
+def test_scaffold_with_one_client_is_fedavg(model, clients):
+    alone = clients.hold_out(len(clients.participants) - 1)
+    plain = Training(epochs=2, batch=8, lr=0.2)
+    scaffold, average = (
+        run(algorithm, alone, 4) for algorithm in (Scaffold(model, train=plain, N=1), FedAvg(model, train=plain))
+    )
+    assert_close(scaffold.state.x, average.state.params, 1e-6)
+
+
+def test_scaffold_says_what_it_needs(model, clients):
+    with pytest.raises(UserError, match=r"train is sgd with momentum 0.9 and lr 0.1, but SCAFFOLD's clients take plain steps"):
+        Scaffold(model, train=Training(momentum=0.9))
+    with pytest.raises(UserError, match="SCAFFOLD's server needs the number of clients; give N"):
+        Simulation(Scaffold(model), clients).step()
 
 
 def test_fedprox_client_reaches_the_minimum_of_its_pulled_quadratic(regression, linear):

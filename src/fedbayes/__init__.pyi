@@ -34,6 +34,7 @@ from fedbayes.algorithms.per_fedavg import PerFedAvg as PerFedAvg
 from fedbayes.algorithms.pfedbayes import PFedBayes as PFedBayes
 from fedbayes.algorithms.pfedme import PFedMe as PFedMe
 from fedbayes.algorithms.pvi import PVI as PVI
+from fedbayes.algorithms.scaffold import Scaffold as Scaffold
 from fedbayes.algorithms.sfvi import SFVI as SFVI
 from fedbayes.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
 from fedbayes.algorithms.tempered import Tempered as Tempered

@@ -29,6 +29,7 @@ class Entry(NamedTuple):
 REGISTRY = {
     "fedavg": Entry("FedAvg", "clients", "federated averaging; personalised by fine-tuning", "the network", "nothing; `adapt` fine-tunes a copy", "McMahan et al. 2017, arXiv:1602.05629"),
     "fedprox": Entry("FedProx", "clients", "averaging with a pull towards the broadcast model", "the network, with a pull of strength μ towards it", "nothing; `adapt` fine-tunes under the same pull", "Li et al. 2020, arXiv:1812.06127"),
+    "scaffold": Entry("Scaffold", "clients", "averaging with control variates against client drift", "the network, and the mean gradient c", "its own gradient c_i; `adapt` fine-tunes a copy", "Karimireddy et al. 2020, arXiv:1910.06378"),
     "fedbabu": Entry("FedBABU", "clients", "body learnt together under a head that nobody trains", "the body, under a head that nobody trains", "nothing; `adapt` fine-tunes body and head", "Oh et al. 2022, arXiv:2106.06042"),
     "fedper": Entry("FedPer", "clients", "shared base, personal last layers", "the body", "the head", "Arivazhagan et al. 2019, arXiv:1912.00818"),
     "fedhb-niw": Entry("FedHBNIW", "clients", "hierarchical Bayes: clients around one network", "m0 and V0: a network and how far clients lie apart, weight by weight", "nothing; `adapt` finds its own network under that prior", "Kim and Hospedales 2023, arXiv:2305.04979"),
