@@ -57,6 +57,7 @@ class Up(NamedTuple):
 class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
     """Averaging, then distillation of an ensemble of sampled models on rows that the server has.
 
+    >>> import numpy as np
     >>> from fedbayes.models import mlp
     >>> FedBE(mlp((4,), Categorical(2)), unlabelled=Unlabelled(np.zeros((9, 4), np.float32))).samples
     10
