@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fedbayes.errors import UserError
     from fedbayes.evaluation.assess import assess
     from fedbayes.models import network
+    from fedbayes.primitives.optimisers import ServerStep
     from fedbayes.primitives.training import Training
     from fedbayes.primitives.variational import Family
     from fedbayes.results import trackers
@@ -100,6 +101,7 @@ _WHERE = {
     "Reduce": "algorithm",
     "SFVI": "algorithms.sfvi",
     "SFVIAvg": "algorithms.sfvi_avg",
+    "ServerStep": "primitives.optimisers",
     "SiloFit": "results.structured_fit",
     "Simulation": "engine.clients",
     "Stack": "algorithm",
@@ -151,6 +153,7 @@ __all__ = [
     "Posterior",
     "Reduce",
     "SFVIAvg",
+    "ServerStep",
     "SiloFit",
     "Simulation",
     "Stack",

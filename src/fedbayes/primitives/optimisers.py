@@ -62,7 +62,7 @@ def read(text: str) -> Named:
     """
     name, _, rest = text.partition(":")
     if name not in known():
-        raise UserError(f"the optimiser is {name!r}, but it is one of Optax's, as sgd or adam; {nearest(name, known())}")
+        raise UserError(f"there is no optimiser {name!r} in Optax; {nearest(name, known())}")
     defaults = {key: value.default for key, value in list(known()[name].parameters.items())[1:]}
     options: dict[str, Any] = {}
     for option in filter(None, rest.split(",")):
