@@ -18,7 +18,8 @@ from fedbayes import trees
 from fedbayes.algorithm import Algorithm, Data, Params
 from fedbayes.algorithms.fedper import Down, Server, Up
 from fedbayes.models import Model
-from fedbayes.primitives.training import local_steps, mean_loss, move, rows
+from fedbayes.primitives.optimisers import move
+from fedbayes.primitives.training import local_steps, mean_loss, rows
 
 HEAD = ("head",)
 

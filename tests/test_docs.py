@@ -60,6 +60,7 @@ GALLERY = [f"docs/gallery/{name}.md" for name in ("writers", "non-iid", "small-d
     "page",
     [
         "README.md",
+        "docs/cli.md",
         "docs/contract.md",
         "docs/evaluation.md",
         "docs/hierarchical-bayes.md",
@@ -147,6 +148,7 @@ def test_no_page_is_forgotten():
     """Whoever adds a page with Python in it adds it to a test too."""
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text("utf-8")}
     tested = {
+        "docs/cli.md",
         "docs/contract.md",
         "docs/evaluation.md",
         "docs/add-an-algorithm.md",

@@ -427,7 +427,7 @@ def test_ensemble_uses_the_preset_network_or_all(model):
     [
         (lambda model: FedPA(model, rho=-1.0), "rho is -1.0, but it weighs a covariance: give 0 or more"),
         (lambda model: FedPA(model, burn_in_epochs=5), "burn_in_epochs is 5 of 5 epochs, but each sample is an epoch"),
-        (lambda model: FedPA(model, server_momentum=1.0), "server_lr is 0.5 and server_momentum 1.0, but"),
+        (lambda model: FedPA(model, server_momentum=1.0), "the server's lr is 0.5 and its momentum 1.0, but"),
         (lambda model: FedPA(model).broadcast(KEY, FedPA(model).init_server(KEY)), "burn_in_rounds is not set and the run"),
         (lambda model: FedEM(model, K=0), "K is 0, but it is at least 1"),
         (lambda model: FedBE(model, samples=-1), "samples is -1, cycle 25 and alpha 1.0, but samples is not negative"),

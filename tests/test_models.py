@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
+import fedbayes as fb
 from fedbayes import models
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Normal, Poisson
@@ -206,6 +207,51 @@ def test_flax_module_with_state_is_refused():
 
     with pytest.raises(UserError, match="dropout"):
         models.from_flax(Dropped, Categorical(3))
+
+
+def test_linen_module():
+    module = linen.Sequential([linen.Dense(8), linen.relu, linen.Dense(3)])
+    model = models.from_flax(module, Categorical(3), shape=(4,), shift=1.0, scale=2.0)
+    params, x = model.init(KEY), jax.random.normal(KEY, (5, 4))
+    assert jax.tree.map(jnp.shape, params)["layers_2"] == {"bias": (3,), "kernel": (8, 3)}
+    np.testing.assert_allclose(model.apply(params, x), module.apply({"params": params}, (x - 1) / 2), rtol=1e-5)
+    assert set(fb.FedPer(model, personal=("layers_2",)).init_server(KEY).shared) == set(params)
+    scaled = models.from_flax(linen.Dense(1), Normal(None), shape=(4,))
+    assert scaled.apply(scaled.init(KEY), x).shape == (5, 2)
+
+
+def test_linen_module_trains(clients):
+    model = models.from_flax(linen.Sequential([linen.Dense(8), linen.relu, linen.Dense(2)]), Categorical(2), shape=(4,))
+    fit = fb.simulate(fb.FedAvg(model, train=fb.Training(epochs=5, batch=8, lr=0.3, momentum=0.9)), clients, rounds=10)
+    assert fit.evaluation.summary()["global"]["participating"]["accuracy"]["rows"] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (linen.Dense(3), None, "shape is missing; give that of one row"),
+        (
+            linen.Sequential([linen.BatchNorm(use_running_average=False), linen.Dense(3)]),
+            (4,),
+            "keeps batch_stats.*group or layer",
+        ),
+        (linen.Dense(2), (4,), "change the last layer"),
+        (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), (4,), r"takes a function that makes one: lambda rngs: Linear\(…, rngs=rngs\)"),
+    ],
+)
+def test_flax_modules_that_are_no_model(module, shape, message):
+    with pytest.raises(UserError, match=message):
+        models.from_flax(module, Categorical(3), shape=shape)
+
+
+@pytest.mark.parametrize("foreign", ["mlp", linen.Dense(3), equinox.nn.Linear(4, 3, key=KEY), None, jnp.tanh], ids=repr)
+@pytest.mark.parametrize("make", [fb.FedAvg, fb.FedVI, fb.BPFed, fb.FedHBNIW])
+def test_what_is_no_model_is_refused_when_the_algorithm_is_made(make, foreign):
+    given = "'mlp'" if foreign == "mlp" else type(foreign).__name__
+    with pytest.raises(
+        UserError, match=rf'the model is {given}, but it is a network for the data: fb.network\("mlp", clients\)'
+    ):
+        make(foreign)
 
 
 def test_equinox_module():

@@ -422,8 +422,8 @@ def test_knn_of_one_logit_is_that_of_two_labels(clients):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda model: FedRecon(model, server_lr=0.0), "server_lr is 0.0 and server_momentum 0.0, but the step is above 0"),
-        (lambda model: FedRecon(model, server_momentum=1.0), "server_lr is 1.0 and server_momentum 1.0, but"),
+        (lambda model: FedRecon(model, server_lr=0.0), "the server's lr is 0.0 and its momentum 0.0, but the step is above 0"),
+        (lambda model: FedRecon(model, server_momentum=1.0), "the server's lr is 1.0 and its momentum 1.0, but"),
         (lambda model: FedRep(model, personal=("tail",)).init_server(KEY), "no parameter lies under 'tail'"),
         (lambda model: KNNPer(model, k=0), "k is 0, but it is at least 1"),
         (lambda model: KNNPer(model, fold=1), "fold is 1, but it is at least 2"),

@@ -28,6 +28,7 @@ NAMES = {
     "errors": ["UserError"],
     "evaluation.assess": ["assess"],
     "models": ["network"],
+    "primitives.optimisers": ["ServerStep"],
     "primitives.training": ["Training"],
     "primitives.variational": ["Family"],
     "results": ["trackers"],

@@ -44,6 +44,7 @@ from fedbayes.engine.clients import Simulation as Simulation
 from fedbayes.errors import UserError as UserError
 from fedbayes.evaluation.assess import assess as assess
 from fedbayes.models import network as network
+from fedbayes.primitives.optimisers import ServerStep as ServerStep
 from fedbayes.primitives.training import Training as Training
 from fedbayes.primitives.variational import Family as Family
 from fedbayes.results import trackers as trackers

@@ -31,7 +31,8 @@ from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.primitives.training import Training, local_steps, mean_loss, move, rows
+from fedbayes.primitives.optimisers import ServerStep, move
+from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
 
 
 class Local(NamedTuple):
@@ -65,6 +66,8 @@ class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
     """Training of the client's own model and of α in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +78,7 @@ class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet, and α at its start."""
@@ -91,8 +94,8 @@ class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(w, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(up.params, server.round + 1)
+        """The weighted mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Steps on v and α, w as it is."""

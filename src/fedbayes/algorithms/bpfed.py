@@ -40,14 +40,16 @@ from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.primitives import gaussian, gaussian_network
 from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, rows
 
 
 class Server(NamedTuple):
-    """ζ, with σ = log(1 + e^ρ), and the number of rounds behind it."""
+    """ζ, with σ = log(1 + e^ρ), the number of rounds behind it, and the state of the server's optimiser if any."""
 
     zeta: MeanField
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -121,6 +123,8 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
     tune_rounds: int = 1
     """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under
     the prior of the start; with few rows, more of them get away from a start that says nothing."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +139,7 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """The shared layers at random."""
-        return Server(self._init(key)[1], jnp.int32(0))
+        return Server(*self.server_step.start(self._init(key)[1]))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """The personal layers at random."""
@@ -159,8 +163,8 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(self._sent(zeta), jnp.float32(1) if self.uniform else rows(data), loss), Local(eta)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean over clients."""
-        return Server(self._received(up.zeta), server.round + 1)
+        """The mean over clients, or a step towards it."""
+        return Server(*self.server_step.next(*server, self._received(up.zeta)))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit the personal layers, with what the client has of them as their prior; q itself is kept."""

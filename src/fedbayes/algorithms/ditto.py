@@ -26,6 +26,7 @@ from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
@@ -57,6 +58,8 @@ class Ditto(NetworkAlgorithm[Server, Local, Down, Up]):
     """Training of the client's own model in `adapt`, with the same pull."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +70,7 @@ class Ditto(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet."""
@@ -89,8 +92,8 @@ class Ditto(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(w, jnp.float32(1) if self.uniform else rows(data), loss), Local(v, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(up.params, server.round + 1)
+        """The weighted mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Epochs on the client's own model, from v or, where it has none, from w."""

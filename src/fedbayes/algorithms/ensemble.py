@@ -19,7 +19,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss
 
 NONE = -1.0
@@ -35,10 +36,11 @@ NONE = -1.0
 
 
 class Server(NamedTuple):
-    """The networks (K of each array) and the number of rounds behind them."""
+    """The networks (K of each array), the number of rounds behind them, and the state of the server's optimiser if any."""
 
     theta: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -82,6 +84,8 @@ class Ensemble(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +98,7 @@ class Ensemble(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """K networks at random."""
-        return Server(random_starts(self.model, key, self.K), jnp.int32(0))
+        return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No group yet: this start is the same for all clients."""
@@ -114,8 +118,8 @@ class Ensemble(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(moved, member, loss), Local(u, None)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean of each group that has somebody."""
-        return Server(moved_means(server.theta, up.moved, up.member), server.round + 1)
+        """The mean of each group that has somebody, or a step towards it."""
+        return Server(*self.server_step.next(*server, moved_means(server.theta, up.moved, up.member)))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of the client's network or of all."""

@@ -14,21 +14,23 @@ References:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
-    """The model and the number of rounds behind it."""
+    """The model, the number of rounds behind it, and the state of the server's optimiser where it has one."""
 
     params: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -69,10 +71,12 @@ class FedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fine-tuning of the whole model in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -88,8 +92,8 @@ class FedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(up.params, server.round + 1)
+        """The weighted mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of w."""

@@ -14,25 +14,26 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss
 
 
 class Server(NamedTuple):
-    """The body, the head as it was drawn, and the number of rounds behind them."""
+    """The body, the head as it was drawn, the number of rounds behind them, and the state of the server's optimiser if any."""
 
     body: Params
     head: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -77,6 +78,8 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fine-tuning in `adapt`."""
     part: Literal["full", "body", "head"] = "full"
     """What `adapt` fine-tunes."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +89,8 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and head at random."""
         head, body = trees.frozen(self.model.init(key), self.head, self.head_scale)
-        return Server(body, head, jnp.int32(0))
+        body, start, optimiser = self.server_step.start(body)
+        return Server(body, head, start, optimiser)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -102,8 +106,9 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(body, loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean body."""
-        return Server(up.body, server.head, server.round + 1)
+        """The mean body, or a step towards it."""
+        body, number, optimiser = self.server_step.next(server.body, server.round, server.optimiser, up.body)
+        return Server(body, server.head, number, optimiser)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune the whole model, or the part of it that `part` says."""

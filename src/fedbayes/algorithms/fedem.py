@@ -15,7 +15,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.ensemble import random_starts
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, masked_mean, rows
 
 LEAST = 1e-12
@@ -32,10 +33,11 @@ LEAST = 1e-12
 
 
 class Server(NamedTuple):
-    """The components (K of each array) and the number of rounds behind them."""
+    """The components (K of each array), the number of rounds behind them, and the state of the server's optimiser if any."""
 
     theta: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -85,6 +87,8 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
     """Draws of a prediction, divided among the components by the client's shares."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +98,7 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Components at random, each its own: alike, they would have the same shares of every row and stay alike."""
-        return Server(random_starts(self.model, key, self.K), jnp.int32(0))
+        return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Equal shares."""
@@ -112,8 +116,8 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(theta, jnp.float32(1) if self.uniform else rows(data), loss), Local(pi, None)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of each component."""
-        return Server(up.theta, server.round + 1)
+        """The weighted mean of each component, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.theta))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """EM on the shares, from equal ones: this problem is concave, so only a start without zeros matters."""

@@ -26,19 +26,19 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.fedavg import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.primitives.training import Training, descend, local_steps, mean_loss, momentum_step, move, rows
+from fedbayes.primitives.optimisers import Optimiser, ServerStep, move
+from fedbayes.primitives.training import Training, descend, local_steps, mean_loss, rows
 
 
 class Server(NamedTuple):
     """The model, the momentum of the server's steps, and the number of rounds behind them."""
 
     params: Params
-    momentum: Params
+    momentum: Any
     round: Int[Array, ""]
 
 
@@ -85,19 +85,23 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fine-tuning of the whole model in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_optimiser: Optimiser = "sgd"
+    """Optimiser of the server, any of Optax's by name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.rho >= 0:
             raise UserError(f"rho is {self.rho}, but it weighs a covariance: give 0 or more")
-        if not self.server_lr > 0 or not 0 <= self.server_momentum < 1:
-            given = f"server_lr is {self.server_lr} and server_momentum {self.server_momentum}"
-            raise UserError(f"{given}, but the step is above 0 and momentum from 0 to below 1")
+        self.server_step()
         if self.burn_in_epochs < 0 or self.samples < 1:
             raise UserError(
                 f"burn_in_epochs is {self.burn_in_epochs} of {self.train.epochs} epochs, but each sample is an epoch after "
                 "them; leave at least one"
             )
+
+    def server_step(self) -> ServerStep:
+        """The server's step."""
+        return ServerStep(self.server_optimiser, self.server_lr, self.server_momentum)
 
     @property
     def samples(self) -> int:
@@ -107,7 +111,7 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
         params = self.model.init(key)
-        return Server(params, trees.zeros(params), jnp.int32(0))
+        return Server(params, self.server_step().init(params), jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -127,7 +131,7 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """A step of SGD with momentum along the mean Δ."""
-        params, momentum = momentum_step(server.params, server.momentum, up.delta, self.server_lr, self.server_momentum)
+        params, momentum = self.server_step().against(server.params, server.momentum, up.delta)
         return Server(params, momentum, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:

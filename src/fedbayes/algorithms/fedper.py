@@ -14,22 +14,23 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
-    """The shared base and the number of rounds behind it."""
+    """The shared base, the number of rounds behind it, and the state of the server's optimiser where it has one."""
 
     shared: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -70,10 +71,12 @@ class FedPer(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.01, momentum=0.9)
     """Fitting the personal layers in `adapt`."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """The base at random."""
-        return Server(trees.split(self.model.init(key), self.personal)[1], jnp.int32(0))
+        return Server(*self.server_step.start(trees.split(self.model.init(key), self.personal)[1]))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """The personal layers at random."""
@@ -95,8 +98,8 @@ class FedPer(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(shared, rows(data), loss), Local(personal)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of the bases."""
-        return Server(up.shared, server.round + 1)
+        """The weighted mean of the bases, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.shared))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit the personal layers to the base as it is."""

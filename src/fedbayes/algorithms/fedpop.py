@@ -28,16 +28,18 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, drawn, mean_loss, rows
 
 
 class Server(NamedTuple):
-    """The body φ, the population's μ and σ² of the head, and the number of rounds behind them."""
+    """The body φ, the population's μ and σ² of the head, the rounds behind them, and the server's optimiser's state if any."""
 
     phi: Params
     mu: Params
     variance: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -96,6 +98,8 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
     """Heads from the population that predict for a client without its own."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's epochs on φ; its batch is also that of a Langevin step."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +114,8 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and μ as the network starts."""
         mu, phi = trees.split(self.model.init(key), self.personal)
-        return Server(phi, mu, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.sigma**2), mu), jnp.int32(0))
+        phi, start, optimiser = self.server_step.start(phi)
+        return Server(phi, mu, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.sigma**2), mu), start, optimiser)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No draws yet."""
@@ -134,7 +139,7 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(phi, jax.tree.map(lambda z: jnp.mean(z, axis=0), kept), square, loss), Local(kept, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean body; a damped M-step for the prior."""
+        """The mean body, or a step towards it; a damped M-step for the prior."""
 
         def variance(old: Array, square: Array, mean: Array, mu: Array) -> Array:
             new = jnp.maximum(square - (mean - mu) ** 2, self.least**2)  # around the new mean
@@ -142,7 +147,8 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
 
         spread = jax.tree.map(variance, server.variance, up.square, up.z, server.mu)
         mu = jax.tree.map(lambda old, new: old + self.prior_step * (new - old), server.mu, up.z)
-        return Server(up.phi, mu, spread, server.round + 1)
+        phi, number, optimiser = self.server_step.next(server.phi, server.round, server.optimiser, up.phi)
+        return Server(phi, mu, spread, number, optimiser)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Langevin on the head, longer than in a round."""

@@ -22,6 +22,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Local, Server, Up
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
@@ -44,10 +45,12 @@ class FedProx(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fine-tuning of the whole model in `adapt`, with the same pull."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -63,8 +66,8 @@ class FedProx(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(up.params, server.round + 1)
+        """The weighted mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""

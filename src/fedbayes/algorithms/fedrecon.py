@@ -18,7 +18,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.errors import UserError
 from fedbayes.models import Model
-from fedbayes.primitives.training import Training, descend, halves, mean_loss, momentum_step, rows
+from fedbayes.primitives.optimisers import Optimiser, ServerStep
+from fedbayes.primitives.training import Training, descend, halves, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -36,7 +36,7 @@ class Server(NamedTuple):
 
     shared: Params
     start: Params
-    momentum: Params
+    momentum: Any
     round: Int[Array, ""]
 
 
@@ -90,17 +90,21 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
     """R in `adapt`; in the paper it is the same."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its query rows."""
+    server_optimiser: Optimiser = "sgd"
+    """Optimiser of the server, any of Optax's by name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.server_lr > 0 or not 0 <= self.server_momentum < 1:
-            given = f"server_lr is {self.server_lr} and server_momentum {self.server_momentum}"
-            raise UserError(f"{given}, but the step is above 0 and momentum from 0 to below 1")
+        self.server_step()
+
+    def server_step(self) -> ServerStep:
+        """The server's step."""
+        return ServerStep(self.server_optimiser, self.server_lr, self.server_momentum)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """g and l⁰ at random."""
         start, shared = trees.split(self.model.init(key), self.personal)
-        return Server(shared, start, trees.zeros(shared), jnp.int32(0))
+        return Server(shared, start, self.server_step().init(shared), jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -122,7 +126,7 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """A step of SGD with momentum against the mean Δ; l⁰ stays."""
-        shared, momentum = momentum_step(server.shared, server.momentum, up.delta, self.server_lr, self.server_momentum)
+        shared, momentum = self.server_step().against(server.shared, server.momentum, up.delta)
         return Server(shared, server.start, momentum, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:

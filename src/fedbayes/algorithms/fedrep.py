@@ -27,6 +27,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedper import Local, Server, Up
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
@@ -59,10 +60,12 @@ class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fitting the head in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """φ at random."""
-        return Server(trees.split(self.model.init(key), self.personal)[1], jnp.int32(0))
+        return Server(*self.server_step.start(trees.split(self.model.init(key), self.personal)[1]))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """The head at random."""
@@ -80,8 +83,8 @@ class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(shared, jnp.float32(1) if self.uniform else rows(data), loss), Local(personal)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of the representations."""
-        return Server(up.shared, server.round + 1)
+        """The weighted mean of the representations, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.shared))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit the head to φ as it is."""

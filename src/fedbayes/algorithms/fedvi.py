@@ -35,13 +35,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.training import Training, descend, first_half, masked_mean, momentum_step, rows
+from fedbayes.primitives.optimisers import Optimiser, ServerStep
+from fedbayes.primitives.training import Training, descend, first_half, masked_mean, rows
 
 
 class Sizes(NamedTuple):
@@ -71,7 +71,7 @@ class Server(NamedTuple):
     """θ, or with γ > 0 its posterior; the momentum of the server's steps; the number of rounds behind them."""
 
     theta: Theta | MeanField
-    momentum: Theta | MeanField
+    momentum: Any
     round: Int[Array, ""]
 
 
@@ -140,6 +140,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """Momentum of the server."""
     D: int | None = fact("rows")
     """|D|, the rows of all clients, which γ > 0 asks for; by default those of the run."""
+    server_optimiser: Optimiser = "sgd"
+    """Optimiser of the server, any of Optax's by name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,13 +155,18 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         for name in ("tau", "gamma"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but it weighs a divergence: give 0 or more")
-        for name in ("draws", "sigma_theta", "server_lr"):
+        for name in ("draws", "sigma_theta"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
         if self.sigma0 is not None and not self.sigma0 > 0:
             raise UserError(f"sigma0 is {self.sigma0}, but a standard deviation is above 0")
+        self.server_step()
         if self.gamma > 0 and (self.train.optimiser != "sgd" or self.train.momentum):
             raise UserError("with gamma > 0 the server adds what each plain step of a client lacks; train with sgd, momentum 0")
+
+    def server_step(self) -> ServerStep:
+        """The server's step."""
+        return ServerStep(self.server_optimiser, self.server_lr, self.server_momentum)
 
     @property
     def sizes(self) -> Sizes:
@@ -181,7 +188,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         theta: Any = Theta({**network, "head": head}, self._constructor().init(jax.random.fold_in(key, 1)))
         if self.gamma > 0:
             theta = MeanField(theta, jax.tree.map(lambda leaf: jnp.full_like(leaf, self.rho), theta))
-        return Server(theta, trees.zeros(theta), jnp.int32(0))
+        return Server(theta, self.server_step().init(theta), jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -205,7 +212,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
             # A client moved by lr times the sum of its steps' gradients; each of them lacks this one.
             slope, length = jax.grad(self._global_term)(server.theta), down.lr * up.steps
             delta = jax.tree.map(lambda delta, slope: delta + length * slope, delta, slope)
-        theta, momentum = momentum_step(server.theta, server.momentum, delta, self.server_lr, self.server_momentum)
+        theta, momentum = self.server_step().against(server.theta, server.momentum, delta)
         return Server(theta, momentum, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:

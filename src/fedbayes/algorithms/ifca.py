@@ -27,6 +27,7 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.algorithms.ensemble import Down, Server, moved_means, random_starts
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
@@ -69,6 +70,8 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
     """Fine-tuning in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,11 +83,12 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """K models that differ."""
         if self.noise is None:
-            return Server(random_starts(self.model, key, self.K), jnp.int32(0))
+            return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
         alike = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), self.model.init(key))
         apart = trees.normal_like(jax.random.fold_in(key, 1), alike)
         # The first stays as it is, so that one model is what other methods start from.
-        return Server(jax.tree.map(lambda leaf, e: leaf.at[1:].add(self.noise * e[1:]), alike, apart), jnp.int32(0))
+        theta = jax.tree.map(lambda leaf, e: leaf.at[1:].add(self.noise * e[1:]), alike, apart)
+        return Server(*self.server_step.start(theta))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -105,7 +109,7 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The weighted mean of each cluster that has somebody; `member` is Σ_i s_ij n_i over all rows of the round."""
-        return Server(moved_means(server.theta, up.moved, up.member), server.round + 1)
+        return Server(*self.server_step.next(*server, moved_means(server.theta, up.moved, up.member)))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Choose a model by the client's rows, and fine-tune a copy of it where asked to."""

@@ -30,6 +30,7 @@ from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, masked_mean, mean_loss, rows, shuffle
 
 BLOCK = 256
@@ -84,6 +85,8 @@ class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
     """Rows that a client remembers, random ones where it has more; by default all."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +111,7 @@ class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
                 f"kNN-Per compares what the last layer of a network sees, but the model {self.model.name} has no features; "
                 "give from_functions features and readout, or from_flax a Network of body and head"
             )
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -128,8 +131,8 @@ class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(up.params, server.round + 1)
+        """The weighted mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Remember the rows and choose λ; w as it is."""

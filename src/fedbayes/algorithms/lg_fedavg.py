@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 from fedbayes.algorithm import Data, NetworkAlgorithm
 from fedbayes.algorithms.fedper import Down, FedPer, Local, Server, Up
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training
 
 
@@ -42,6 +43,8 @@ class LGFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.01, momentum=0.9)
     """Fitting the personal layers in `adapt`."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """The shared layers at random."""
@@ -73,4 +76,4 @@ class LGFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
 
     @property
     def _turned(self) -> FedPer:
-        return FedPer(self.model, self.personal, self.train, self.tune)
+        return FedPer(self.model, self.personal, self.train, self.tune, self.server_step)

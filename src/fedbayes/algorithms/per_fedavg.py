@@ -27,6 +27,7 @@ from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.algorithms.pfedme import Local
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, first_half, mean_loss, rows
 
 
@@ -51,6 +52,8 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round; `lr` is β."""
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +64,7 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet."""
@@ -83,8 +86,8 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(w, weight, loss), Local(self._own(w, data), jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean."""
-        return Server(up.params, server.round + 1)
+        """The mean, or a step towards it."""
+        return Server(*self.server_step.next(*server, up.params))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Personal steps from w."""

@@ -29,14 +29,16 @@ from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.primitives import gaussian, gaussian_network
 from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, rows
 
 
 class Server(NamedTuple):
-    """The shared Gaussian w and the number of rounds behind it."""
+    """The shared Gaussian w, the number of rounds behind it, and the state of the server's optimiser if any."""
 
     w: MeanField
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -90,6 +92,8 @@ class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, optimiser="adam", batch=50, lr=0.001)
     """Fitting q in `adapt`."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +106,7 @@ class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Means at random, all ρ alike."""
-        return Server(self._init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self._init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No q yet."""
@@ -118,8 +122,9 @@ class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
         return Up(w, rows(data), loss), Local(q, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean."""
-        return Server(jax.tree.map(lambda old, new: old + self.beta * (new - old), server.w, up.w), server.round + 1)
+        """The weighted mean, by β, or a step towards it."""
+        mean = jax.tree.map(lambda old, new: old + self.beta * (new - old), server.w, up.w)
+        return Server(*self.server_step.next(*server, mean))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit q to the rows, with w as it is."""

@@ -27,6 +27,7 @@ from fedbayes.algorithm import Data, NetworkAlgorithm, Params
 from fedbayes.algorithms.fedavg import Down, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
 
 
@@ -62,6 +63,8 @@ class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
     """Epochs on θ in `adapt`."""
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,14 +74,14 @@ class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
             raise UserError(f"K is {self.K}, but it is at least 1")
         if not self.beta > 0:
             raise UserError(f"beta is {self.beta}, but it must be above 0")
-        if self.train.optimiser != "sgd" or self.train.momentum or self.train.weight_decay or self.train.clip:
+        if self.train.optimiser != "sgd" or self.train.momentum or self.train.decays or self.train.clip:
             raise UserError(
                 "pFedMe's step on w is η λ (w − θ), so its `train` has no momentum, weight_decay, clip or other optimiser"
             )
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
-        return Server(self.model.init(key), jnp.int32(0))
+        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet."""
@@ -95,7 +98,8 @@ class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Towards the mean, by β."""
-        return Server(jax.tree.map(lambda w, new: w + self.beta * (new - w), server.params, up.params), server.round + 1)
+        mean = jax.tree.map(lambda w, new: w + self.beta * (new - w), server.params, up.params)
+        return Server(*self.server_step.next(*server, mean))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Epochs on θ, held near w."""

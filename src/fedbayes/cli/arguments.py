@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -20,36 +20,32 @@ from fedbayes.data import Clients, load
 from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import Optimiser
 from fedbayes.results.folder import write_json
 from fedbayes.study.options import build, default, unbuilt
 
 registry = ConstructorRegistry()
 
 
-@registry.primitive_rule
-def _model_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Model] | None:
-    if type_info.type is not Model:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NETWORK",
-        instance_from_str=lambda words: unbuilt(words[0]),
-        is_instance=lambda instance: isinstance(instance, Model),
-        str_from_instance=lambda instance: [instance.name],
-    )
+def _in_a_word(kind: Any, metavar: str, read: Callable[[str], Any], written: Callable[[Any], str]) -> None:
+    """Let options of a type of ours be written as one word."""
+
+    @registry.primitive_rule
+    def rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if type_info.type != kind:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words: read(words[0]),
+            is_instance=lambda instance: isinstance(instance, kind),
+            str_from_instance=lambda instance: [written(instance)],
+        )
 
 
-@registry.primitive_rule
-def _unlabelled_rule(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Unlabelled] | None:
-    if type_info.type is not Unlabelled:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="DATA",
-        instance_from_str=lambda words: Unlabelled(load(words[0]).x, words[0]),
-        is_instance=lambda instance: isinstance(instance, Unlabelled),
-        str_from_instance=lambda instance: [instance.name],
-    )
+_in_a_word(Model, "NETWORK", unbuilt, lambda model: model.name)
+_in_a_word(Unlabelled, "DATA", lambda word: Unlabelled(load(word).x, word), lambda rows: rows.name)
+_in_a_word(Optimiser, "OPTIMISER", str, str)
 
 
 def parse(options: type[Any], arguments: Sequence[str], prog: str, description: str, algorithm: Any = None) -> Any:

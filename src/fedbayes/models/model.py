@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes.errors import UserError
@@ -95,14 +95,16 @@ class Network(nnx.Module):
 
 
 def from_flax(
-    factory: Callable[[nnx.Rngs], nnx.Module],
+    factory: Callable[[nnx.Rngs], nnx.Module] | linen.Module,
     likelihood: Likelihood,
     shape: tuple[int, ...] | None = None,
     shift: Any = None,
     scale: Any = None,
     name: str = "flax",
 ) -> Model:
-    """A Flax (nnx) module that maps rows to outputs. With a learned scale, the module gives the mean alone.
+    """A function that makes a Flax (nnx) module of rows to outputs, or a linen module, which needs `shape`.
+
+    With a learned scale, the module gives the mean alone.
 
     Rows reach the module as (x − shift) / scale in float32 where either is given, else as they are. With `shape`, the shape of
     one row, the outputs are checked against the likelihood here and not in the first round.
@@ -112,6 +114,13 @@ def from_flax(
     >>> sorted(model.init(jax.random.key(0)))
     ['bias', 'kernel']
     """
+    if isinstance(factory, linen.Module):
+        return from_functions(*_linen(factory, shape), likelihood, shape=shape, shift=shift, scale=scale, name=name)
+    if isinstance(factory, nnx.Module):
+        kind = type(factory).__name__
+        raise UserError(
+            f"from_flax got the module {kind}, but it takes a function that makes one: lambda rngs: {kind}(…, rngs=rngs)"
+        )
     module = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
 
     def init(key: PRNGKeyArray) -> Params:
@@ -124,16 +133,36 @@ def from_flax(
     return from_functions(init, _pure(module), likelihood, shape=shape, shift=shift, scale=scale, name=name, **halves)
 
 
+def _linen(module: Any, shape: tuple[int, ...] | None) -> tuple[Callable[[PRNGKeyArray], Params], Apply]:
+    """A linen module as two functions; it finds its sizes from a row."""
+    if shape is None:
+        raise UserError(
+            "a linen module finds its sizes from a row, but shape is missing; give that of one row, as clients.shape"
+        )
+
+    def init(key: PRNGKeyArray) -> Params:
+        variables = module.init(key, jnp.zeros((1, *shape)))
+        if others := sorted(set(variables) - {"params"}):
+            raise _stateful(", ".join(others))
+        return variables["params"]
+
+    return init, lambda params, x: module.apply({"params": params}, x)
+
+
+def _stateful(kept: str) -> UserError:
+    return UserError(
+        f"the Flax module keeps {kept}, but a model is a pure function of its parameters; "
+        "use group or layer in place of batch normalisation, and leave out dropout"
+    )
+
+
 def _pure(module: nnx.Module, at: tuple[str, ...] = ()) -> Apply:
     """A module as a function of its parameters, which lie at a path of the whole network's."""
     graph, abstract = nnx.split(module)
     paths = []
     for path, variable in nnx.to_flat_state(abstract):
         if not isinstance(variable, nnx.Param):
-            raise UserError(
-                f"the Flax module keeps {type(variable).__name__} at {'/'.join(map(str, path))}, but a model is a pure "
-                "function of its parameters; use group or layer in place of batch normalisation, and leave out dropout"
-            )
+            raise _stateful(f"{type(variable).__name__} at {'/'.join(map(str, path))}")
         paths.append(path)
 
     def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n k"]:

@@ -24,7 +24,8 @@ from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.training import Training, local_steps, masked_mean, move
+from fedbayes.primitives.optimisers import move
+from fedbayes.primitives.training import Training, local_steps, masked_mean
 
 
 def init(model: Model, key: PRNGKeyArray, rho: float, spread: float | None = None) -> MeanField:
@@ -44,7 +45,7 @@ def check(rho: float, kl: float, *trainings: Training) -> None:
     """Refuse settings under which a Gaussian network's numbers mean nothing."""
     if kl and rho < LEAST:
         raise UserError(f"rho is {rho}, so that deviations vanish and a divergence has no meaning; give at least {LEAST:g}")
-    if any(training.weight_decay for training in trainings):
+    if any(training.decays for training in trainings):
         raise UserError("weight_decay pulls deviations too, where the prior's divergence does its work; leave it 0")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Params, fact
 from fedbayes.errors import UserError
 from fedbayes.models import Model, Normal
+from fedbayes.primitives import optimisers
+from fedbayes.primitives.optimisers import Optimiser, move
 
 Carry = TypeVar("Carry")
 
@@ -38,16 +40,16 @@ class Training:
 
     epochs: int = 1
     """Passes over the client's rows."""
-    optimiser: Literal["sgd", "adam"] = "sgd"
-    """Which of Optax's; it starts anew in each round."""
+    optimiser: Optimiser = "sgd"
+    """Any of Optax's by name, such as adamw or adamw:b1=0.95; in Python also a GradientTransformation. Restarts each round."""
     batch: int = 50
     """Rows in a minibatch; the last one of an epoch may hold fewer."""
     lr: float = 0.1
-    """Step size in the first round."""
+    """Step size in the first round; a GradientTransformation has its own."""
     momentum: float = 0.0
-    """Of SGD."""
-    weight_decay: float = 0.0
-    """Added to the gradient, times the parameters."""
+    """Of sgd, and of others that have one."""
+    weight_decay: float | None = None
+    """Times the parameters, added to the gradient; adamw and others that have a decay of their own apply it and its default."""
     clip: float | None = None
     """Largest norm of a gradient; by default 1 where the model learns its scale, and none elsewhere."""
     decay_at: tuple[float, ...] = ()
@@ -58,6 +60,7 @@ class Training:
     """Length of the run that the fractions refer to; by default the rounds of the run."""
 
     def __post_init__(self) -> None:
+        optimisers.check(self.optimiser)
         for name, least in (("epochs", 0), ("batch", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, but it is at least {least}")
@@ -83,9 +86,21 @@ class Training:
         """
         clip = self.clip if self.clip is not None else (1.0 if model.likelihood == Normal(scale=None) else 0.0)
         chain = [optax.clip_by_global_norm(clip)] if clip else []
-        chain += [optax.add_decayed_weights(self.weight_decay)] if self.weight_decay else []
-        step = optax.adam(lr) if self.optimiser == "adam" else optax.sgd(lr, momentum=self.momentum or None)
-        return optax.chain(*chain, step) if chain else step
+        if self.weight_decay and "weight_decay" not in self._arguments:
+            chain.append(optax.add_decayed_weights(self.weight_decay))
+        chain.append(optimisers.build(self.optimiser, lr, **self._arguments))
+        if self.decay_at and not isinstance(self.optimiser, str):
+            chain.append(optax.scale(lr / self.lr))
+        return optax.chain(*chain) if len(chain) > 1 else chain[0]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weights decay, by these settings or by the optimiser's default."""
+        return bool(self._arguments.get("weight_decay", self.weight_decay))
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return optimisers.arguments(self.optimiser, momentum=self.momentum or None, weight_decay=self.weight_decay)
 
 
 _checked = contextvars.ContextVar("_checked", default=False)
@@ -164,19 +179,6 @@ def descend(
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
     params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
     return params, total / jnp.maximum(steps, 1)
-
-
-def move(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-    """A step of one of Optax's optimisers; returns the values and the optimiser's state."""
-    with trees.other_peoples_code():
-        updates, state = optimiser.update(gradient, state, values)
-    return optax.apply_updates(values, updates), state
-
-
-def momentum_step(params: Params, momentum: Params, delta: Params, lr: float, decay: float) -> tuple[Params, Params]:
-    """A server's step of SGD against `delta`; returns the parameters and the new momentum."""
-    momentum = jax.tree.map(lambda old, new: decay * old + new, momentum, delta)
-    return jax.tree.map(lambda w, step: w - lr * step, params, momentum), momentum
 
 
 def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:

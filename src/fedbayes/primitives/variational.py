@@ -27,7 +27,7 @@ from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured, encode
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.dependence import inseparable
-from fedbayes.primitives.training import move
+from fedbayes.primitives.optimisers import move
 
 LARGEST = 2**27
 """Numbers in one array of variational parameters beyond which a family is refused."""

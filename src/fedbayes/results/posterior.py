@@ -229,8 +229,8 @@ class Posterior:
         arrays["check"] = self._check()
         try:
             algorithm = serialise.encode(self.algorithm)
-        except serialise.Own:
-            algorithm = {"algorithm": self.algorithm.title}
+        except serialise.Own as part:
+            algorithm = {"algorithm": f"{self.algorithm.title}{part}"}
         about: dict[str, Any] = {
             "kind": KIND,
             "schema": SCHEMA,

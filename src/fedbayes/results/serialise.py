@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedbayes.algorithms import REGISTRY, find, module_of
 from fedbayes.algorithms.tempered import Tempered
@@ -22,9 +23,10 @@ from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model, Normal, Poisson, in_units
 from fedbayes.models.networks import NETWORKS
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training
 
-OPTIONS = {cls.__name__: cls for cls in (Training, Tempered, Bernoulli, Categorical, Normal, Poisson)}
+OPTIONS = {cls.__name__: cls for cls in (Training, ServerStep, Tempered, Bernoulli, Categorical, Normal, Poisson)}
 """Dataclasses beside the algorithms that a file may name."""
 MAKERS = {**NETWORKS, "in_units": in_units}
 """Functions that make networks."""
@@ -34,7 +36,7 @@ FUNCTIONS |= {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "sin": jnp.sin}
 
 
 class Own(Exception):
-    """A part that a file cannot describe, because somebody else wrote it."""
+    """A part that a file cannot describe, because somebody else wrote it; its text goes behind the algorithm's name."""
 
 
 def encode(value: Any) -> Any:
@@ -51,6 +53,8 @@ def encode(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray | jax.Array) and value.dtype.kind in "biuf":
         return {"array": np.asarray(value).tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, optax.GradientTransformation):
+        raise Own(" with a GradientTransformation")
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [encode(entry) for entry in value]}
     if isinstance(value, Model):
@@ -62,7 +66,7 @@ def encode(value: Any) -> Any:
     for name, function in FUNCTIONS.items():
         if value is function:
             return {"function": name}
-    raise Own(f"{getattr(value, '__qualname__', type(value).__name__)}")
+    raise Own
 
 
 def _encode_model(model: Model) -> dict[str, Any]:
