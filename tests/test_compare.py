@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -23,7 +24,7 @@ from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
 from fedbayes.sheets import Cell, Sheet, latex, markdown
-from fedbayes.study.crew import Done, Task, Worker, alone, as_run
+from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 from fedbayes.study.run import choose
 from fedbayes.study.study import Job, parse, read
@@ -201,7 +202,7 @@ def test_a_file_is_read(tmp_path):
     prox = override(default("fedprox", study.model), jobs[2].settings)
     assert (prox.mu, prox.train.lr, prox.train.decay_at, prox.train.batch) == (0.5, 0.05, (0.5,), 20)
     assert prox.model.name == "mlp:4"
-    assert Job.from_json(jobs[2].to_json()) == jobs[2]
+    assert msgspec.json.decode(msgspec.json.encode(jobs[2]), type=Job) == jobs[2]
 
 
 def test_one_data_set_needs_no_name():
@@ -218,7 +219,12 @@ BAD = {
     "choice of data": ("hold_out = 2", "task = 'x'", "data.labels.task is 'x', but it is one of classification, regression"),
     "kind of rounds": ("rounds = 3", "rounds = '3'", "rounds is '3', but it is a whole number"),
     "no rounds": ("rounds = 3", "rounds = 0", "rounds is 0, but a run has at least one"),
-    "seeds": ("[0, 4]", "'a'", "seeds is 'a', but it is how many, or a list"),
+    "seeds": ("[0, 4]", "'a'", "seeds is 'a', but it is a whole number or a list, each a whole number"),
+    "seed too large": ("[0, 4]", f"[0, {10**30}]", f"seed is {10**30}, but a seed is not negative and below 2.63"),
+    "too many seeds": ("[0, 4]", str(10**30), f"seeds is {10**30}, but it is how many: 1 to 9999"),
+    "true": ("rounds = 3", "rounds = true", "rounds is True, but it is a whole number"),
+    "list": ("hold_out = 2", "ignore = ['a', 2]", r"data.labels.ignore is \['a', 2\], but it is a list, each text"),
+    "tables": ("[methods.plain]\nalgorithm =", "[methods]\nplain =", "methods is .*, but it is a table of tables"),
     "twice": ("[0, 4]", "[1, 1]", r"seeds is \[1, 1\]"),
     "algorithm": ('"fedavg"', '"fedavgg"', "there is no algorithm 'fedavgg'; did you mean fedavg"),
     "field": ("mu = 0.5", "nu = 0.5", "FedProx has no 'nu'; it has"),
@@ -466,6 +472,22 @@ def test_a_worker_that_dies_is_a_failed_run(small):
     done = worker.perform(Task(job, str(small.parent / "never")), lambda round: None)
     worker.close()
     assert "ended with code -9: it was killed" in done.failure
+
+
+def test_a_killed_worker_costs_its_own_run_alone(small, tmp_path):
+    jobs = read(small).jobs()[:2]
+
+    def progress(job, round):
+        if job == jobs[0] and round == 1:
+            for worker in crew.workers:
+                os.kill(worker.process.pid, signal.SIGKILL)
+
+    crew = Crew([Task(job, str(tmp_path)) for job in jobs], 1, progress)
+    first, second = crew.run()
+    assert "ended with code -9: it was killed" in first.failure
+    assert second.failure is None
+    assert (tmp_path / jobs[1].place / "result.json").exists()
+    assert all(worker.process.poll() is not None for worker in crew.workers)
 
 
 # The search
