@@ -1,6 +1,7 @@
 """Studies: intervals that cover, files that are read or refused, runs side by side, killed and resumed, and searches."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import ROOT
+from rich.console import Console
 
 from fedbayes import cli
 from fedbayes.cli.arguments import parse as parse_options
@@ -23,7 +25,7 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
-from fedbayes.sheets import Cell, Sheet, latex, markdown
+from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
 from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 from fedbayes.study.run import choose
@@ -291,6 +293,27 @@ def test_tables_are_escaped():
     assert r"\caption{a\_b: 5 \%. X | y.}" in latex(sheet)
     assert r"| a\_b |  | & | **-1 \[0\]** |" in markdown(sheet)
     assert r"x \| y" in markdown(sheet)
+
+
+@pytest.mark.parametrize("form", ["60.0 ± 14.1", "+10.250 [-10.123, +11.000]", "0.5"])
+def test_names_stay_apart_in_80_columns(form):
+    methods = ["fedavg-with-a-long-name-one", "fedavg-with-a-long-name-two"]
+    lines = [(mode, group) for mode in ("global", "personal", "adapted") for group in ("participating", "unseen")]
+    sections = [[[Cell(method), Cell(mode), Cell(group), *[Cell(form)] * 4] for mode, group in lines] for method in methods]
+    headings = ["method", "mode", "clients", "RMSE", "log score", "calibration error", "worst tenth"]
+    terminal = Console(width=80, record=True, file=io.StringIO())
+    terminal.print(rich(Sheet("title", "caption", headings, sections), 80))
+    text = terminal.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(word in text for line in lines for word in line)
+    folded = re.sub(r"\s", "", "".join(line[:28].split(" ")[1] for line in text.splitlines()[4:] if line[1:2] != " "))
+    assert all(method in folded for method in methods)
+    wide = Console(width=200, record=True, file=io.StringIO())
+    wide.print(rich(Sheet("title", "caption", headings, sections), 200))
+    text = wide.export_text()
+    assert f"{methods[0]}  personal  unseen " in text
+    assert form in text
 
 
 # Runs
