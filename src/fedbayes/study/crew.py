@@ -97,7 +97,9 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
 
 def as_run(job: Job, algorithm: Any) -> list[str]:
     """What `fedbayes run` takes to do the same; commands that read a run's folder build it again from this."""
-    given = [*arguments(job.data, DataOptions()), *arguments(job.run, RunOptions()), "--seed", str(job.seed)]
+    held = job.data.hold_out  # one name that is a number would be read as a count; a name may be given twice
+    data = dataclasses.replace(job.data, hold_out=2 * held) if isinstance(held, tuple) and len(held) == 1 else job.data
+    given = [*arguments(data, DataOptions()), *arguments(job.run, RunOptions()), "--seed", str(job.seed)]
     return [job.algorithm, *given, *arguments(algorithm, default(job.algorithm))]
 
 
