@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
+from fedbayes.report.records import load as load_record
 from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
 from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
 from fedbayes.study.options import DataOptions, RunOptions, default, override
-from fedbayes.study.run import choose
+from fedbayes.study.run import choose, read_run
 from fedbayes.study.study import Job, parse, read
 
 # Statistics
@@ -511,6 +513,38 @@ def test_a_killed_worker_costs_its_own_run_alone(small, tmp_path):
     assert second.failure is None
     assert (tmp_path / jobs[1].place / "result.json").exists()
     assert all(worker.process.poll() is not None for worker in crew.workers)
+
+
+# Schema 1
+
+
+def test_a_run_of_schema_1_is_read(tmp_path, capsys):
+    """A folder that was written when evaluation modes were stances: the page, the study and its scores."""
+    folder = tmp_path / "run-v1"
+    shutil.copytree(ROOT / "tests" / "golden" / "run-v1", folder)
+    written = json.loads((folder / "result.json").read_text())
+    assert written["schema"] == 1
+    assert "modes" not in written
+    unseen = json.loads((folder / "about.json").read_text())["data"]["unseen"]
+    result, evaluation = read_run(folder, Done(unseen))
+    assert result["schema"] == 2
+    assert "stances" not in result
+    assert list(evaluation.scores) == result["modes"] == written["stances"]
+    assert evaluation.summary()["personal"]["unseen"]["accuracy"] == pytest.approx(
+        written["metrics"]["personal"]["unseen"]["accuracy"]
+    )
+    record = load_record(folder)
+    assert record.notes == []
+    assert set(record.scores) == set(written["stances"])
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text("utf-8")
+    assert "personal" in page
+    assert f"{100 * written['metrics']['global']['participating']['accuracy']['rows']:.1f}" in page
+
+
+def test_a_study_with_a_stance_is_read():
+    given = {"data": {"digits": {}}, "methods": {"fedavg": {}}, "search": {"stance": "global", "grid": {"train.lr": [0.1]}}}
+    assert parse(given).search.mode == "global"
 
 
 # The search

@@ -23,6 +23,7 @@ from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation.assess import MODES
 from fedbayes.evaluation.differences import LOWER_IS_BETTER
 from fedbayes.evaluation.score import HIGHER_IS_BETTER
+from fedbayes.results.folder import upgraded
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 
 Grid = dict[str, list[Any]]
@@ -238,7 +239,7 @@ def parse(content: Mapping[str, Any]) -> Study:
     search = None
     if file.search is not None:
         grid = _grid("search.grid", file.search.get("grid", {}))
-        search = _fields(Search, "search", {**file.search, "grid": grid})
+        search = _fields(Search, "search", {**upgraded(file.search), "grid": grid})
     seeds = first_seeds(file.seeds) if isinstance(file.seeds, int) else file.seeds
     run = RunOptions(**{field.name: getattr(file, field.name) for field in dataclasses.fields(RunOptions)})
     return Study(data, methods, seeds, run, file.model, file.baseline, file.vary_data, search)
