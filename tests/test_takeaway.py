@@ -396,9 +396,9 @@ def test_a_file_of_another_day_gives_what_it_gave_then():
 def write_golden(run, rows):
     """How the golden file was made; a new schema gets a new one beside it."""
     from fedbayes.cli.personalise import of_rows
-    from fedbayes.cli.run import finished
+    from fedbayes.cli.run import reloaded
 
-    person = of_rows(finished(run), rows)
+    person = of_rows(reloaded(run), rows)
     person.save(GOLDEN / "posterior.safetensors")
     found = {"machine": machine(), "repr": repr(person), "probabilities": np.asarray(person.predict(golden_rows())).tolist()}
     (GOLDEN / "posterior.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -413,9 +413,9 @@ def test_personalise_for_a_client_and_for_everybody(capfd, home):
     code, out, _ = command(capfd, "personalise", folder, "--out", "all.safetensors")
     assert code == 0
     assert "for everybody; age, sex, smoker, pressure to ill: no, yes; 1 rounds on patients" in re.sub(r"\s+", " ", out)
-    from fedbayes.cli.run import finished
+    from fedbayes.cli.run import reloaded
 
-    fit, frame = finished(folder), table()[:5]
+    fit, frame = reloaded(folder), table()[:5]
     data = fit.simulation.data
     held, trained = str(data.names[data.unseen][0]), str(data.names[~data.unseen][0])
     code, _, err = command(capfd, "personalise", folder, "--client", held, "--out", "x")

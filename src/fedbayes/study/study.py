@@ -130,21 +130,11 @@ class Study:
 
     def jobs(self, chosen: Mapping[tuple[str, str], tuple[str, ...]] | None = None) -> list[Job]:
         """The runs, those of one method together; with the settings that a search chose for data and method."""
+        chosen = dict.fromkeys(itertools.product(self.data, self.methods), ()) if chosen is None else chosen
         return [
-            Job(
-                self.place(data, f"{name}-{seed}"),
-                data,
-                name,
-                seed,
-                method.algorithm,
-                (*method.settings, *((chosen or {}).get((data, name), ()))),
-                self.model,
-                dataclasses.replace(options, data_seed=seed) if self.vary_data else options,
-                self.run,
-            )
-            for data, options in self.data.items()
-            for name, method in self.methods.items()
-            if chosen is None or (data, name) in chosen
+            self._job(f"{name}-{seed}", data, name, seed, chosen[data, name])
+            for data, name in itertools.product(self.data, self.methods)
+            if (data, name) in chosen
             for seed in self.seeds
         ]
 
@@ -153,22 +143,21 @@ class Study:
         if self.search is None:
             return []
         return [
-            Job(
-                self.place(data, f"search/{name}-{number}"),
-                data,
-                name,
-                self.search.seed,
-                method.algorithm,
-                (*method.settings, *settings),
-                self.model,
-                options,
-                self.run,
-                self.search.share,
-            )
-            for data, options in self.data.items()
-            for name, method in self.methods.items()
-            for number, settings in enumerate(self.tries(method))
+            self._job(f"search/{name}-{number}", data, name, self.search.seed, settings, self.search.share)
+            for data, name in itertools.product(self.data, self.methods)
+            for number, settings in enumerate(self.tries(self.methods[name]))
         ]
+
+    def _job(
+        self, place: str, data: str, name: str, seed: int, settings: tuple[str, ...], validation: float | None = None
+    ) -> Job:
+        method, options = self.methods[name], self.data[data]
+        if self.vary_data and validation is None:
+            options = dataclasses.replace(options, data_seed=seed)
+        given = (*method.settings, *settings)
+        return Job(
+            self.place(data, place), data, name, seed, method.algorithm, given, self.model, options, self.run, validation
+        )
 
 
 EXAMPLES = {"methods": "fedavg", "data": "digits"}
