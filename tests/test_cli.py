@@ -194,6 +194,9 @@ BAD = {
     ),
     "all rows for testing": (lambda t: ["run", "fedavg", *arrays(t), "--test", "1"], "test is 1|between 0 and 1|test"),
     "negative seed": (lambda t: ["run", "fedavg", "--seed", "-1"], "seed is -1, but a seed is not negative"),
+    "large seed": (lambda t: ["run", "fedavg", "--seed", 10**30], f"seed is {10**30}, but a seed is not negative and below"),
+    "large data seed": (lambda t: ["run", "fedavg", "--data-seed", 10**30], f"data-seed is {10**30}, but a seed is not"),
+    "client to hold out": (lambda t: ["run", "fedavg", *table(t), "--hold-out", "a", "c"], "has no client 'c'"),
     "negative data seed": (lambda t: ["run", "fedavg", "--data-seed", "-1"], "data-seed is -1"),
     "cohort of 2.7": (lambda t: ["run", "fedavg", "--cohort", "2.7"], "the cohort is 2.7, but it is a whole number"),
     "cohort of nan": (lambda t: ["run", "fedavg", "--cohort", "nan"], "the cohort is nan"),
@@ -251,11 +254,61 @@ def test_no_test_rows_is_still_a_run(capsys, tmp_path):
 
 @pytest.mark.parametrize("algorithm", names("clients"))
 def test_a_wrong_option_is_exit_code_two_and_named(capsys, algorithm):
-    with pytest.raises(SystemExit) as stop:
-        run(capsys, "run", algorithm, "--train.lrr", "3")
-    assert stop.value.code == 2
-    out, err = capsys.readouterr()
-    assert "--train.lrr" in out + err
+    code, _, err = run(capsys, "run", algorithm, "--train.lrr", "3")
+    assert code == 2
+    assert err.startswith("fedbayes: there is no option --train.lrr; did you mean --train.lr? fedbayes run")
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "hint"),
+    [
+        ("run fedper", "--learning-rate", "--train.lr or --tune.lr"),
+        ("run fedper", "--lr=0.1", "--train.lr or --tune.lr"),
+        ("run fedper", "--tune.learning_rate", "--tune.lr"),
+        ("run fedavg", "--epochs", "--train.epochs or --tune.epochs"),
+        ("run fedprox", "--train.batch-size", "--train.batch"),
+        ("run fedavg", "--holdout", "--hold-out"),
+        ("run fedavg", "--train.round", "--train.rounds"),
+        ("compare fedavg", "--learning-rate", "--set train.lr=VALUE"),
+        ("compare fedavg", "--seed", "--seeds"),
+    ],
+)
+def test_a_guessed_option_gets_a_hint(capsys, command, option, hint):
+    code, _, err = run(capsys, *command.split(), option, "3")
+    assert code == 2
+    name = option.partition("=")[0].replace("_", "-")
+    assert f"there is no option {name}; did you mean {hint}? fedbayes {command.split()[0]}" in err
+
+
+HOSTILE = ("[/red]", "\x1b[31mred", "=cmd", "[bold]b", ":smile:")
+
+
+def test_names_are_harmless_in_terminal_and_csv(capsys, tmp_path, monkeypatch):
+    """Markup, escape sequences and formulas in the names of clients and classes are text."""
+    generator = np.random.default_rng(0)
+    client, x = np.repeat(np.arange(5), 30), generator.normal(size=(150, 2)).astype(np.float32)
+    y = np.digitize(x[:, 0], [-0.8, -0.2, 0.2, 0.8])
+    np.savez(tmp_path / "rows.npz", x=x, y=y, client=np.array(HOSTILE)[client], classes=np.array(HOSTILE))
+    given = ["--data", tmp_path / "rows.npz"]
+    code, described, _ = run(capsys, "data", "describe", tmp_path / "rows.npz")
+    assert code == 0
+    run_folder = tmp_path / "run"
+    options = ["--rounds", 1, "--model", "mlp:3", "--no-bias", "--hold-out", "[/red]", HOSTILE[1], "--out", run_folder]
+    assert run(capsys, "run", "fedvi", *given, *options)[0] == 0
+    code, certified, err = run(capsys, "certify", run_folder, "--draws", 2)
+    assert code == 0, err
+    for shown, expected in ((described, HOSTILE), (certified, HOSTILE[:2])):
+        assert "\x1b" not in shown
+        assert all(name.replace("\x1b", "") in shown for name in expected)
+    code, _, err = run(capsys, "certify", run_folder, "--client", "\x1b[31m[/red]")
+    assert code == 2
+    assert "\x1b" not in err
+    assert run(capsys, "personalise", run_folder, "--client", "=cmd", "--out", tmp_path / "me.safetensors")[0] == 0
+    assert run(capsys, "predict", tmp_path / "me.safetensors", *given, "--out", tmp_path / "out.csv")[0] == 0
+    header, first = (tmp_path / "out.csv").read_text().splitlines()[:2]
+    assert header == "[/red],[31mred,'=cmd,[bold]b,:smile:,entropy,mutual_information"
+    assert all(np.isfinite(float(number)) for number in first.split(","))
 
 
 def test_a_damaged_file_is_one_sentence(capsys, tmp_path):

@@ -1,17 +1,21 @@
 """Studies: intervals that cover, files that are read or refused, runs side by side, killed and resumed, and searches."""
 
 import dataclasses
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import ROOT
+from rich.console import Console
 
 from fedbayes import cli
 from fedbayes.cli.arguments import parse as parse_options
@@ -22,10 +26,11 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
-from fedbayes.sheets import Cell, Sheet, latex, markdown
-from fedbayes.study.crew import Done, Task, Worker, alone, as_run
+from fedbayes.report.records import load as load_record
+from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
+from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
 from fedbayes.study.options import DataOptions, RunOptions, default, override
-from fedbayes.study.run import choose
+from fedbayes.study.run import choose, read_run
 from fedbayes.study.study import Job, parse, read
 
 # Statistics
@@ -201,7 +206,7 @@ def test_a_file_is_read(tmp_path):
     prox = override(default("fedprox", study.model), jobs[2].settings)
     assert (prox.mu, prox.train.lr, prox.train.decay_at, prox.train.batch) == (0.5, 0.05, (0.5,), 20)
     assert prox.model.name == "mlp:4"
-    assert Job.from_json(jobs[2].to_json()) == jobs[2]
+    assert msgspec.json.decode(msgspec.json.encode(jobs[2]), type=Job) == jobs[2]
 
 
 def test_one_data_set_needs_no_name():
@@ -218,7 +223,12 @@ BAD = {
     "choice of data": ("hold_out = 2", "task = 'x'", "data.labels.task is 'x', but it is one of classification, regression"),
     "kind of rounds": ("rounds = 3", "rounds = '3'", "rounds is '3', but it is a whole number"),
     "no rounds": ("rounds = 3", "rounds = 0", "rounds is 0, but a run has at least one"),
-    "seeds": ("[0, 4]", "'a'", "seeds is 'a', but it is how many, or a list"),
+    "seeds": ("[0, 4]", "'a'", "seeds is 'a', but it is a whole number or a list, each a whole number"),
+    "seed too large": ("[0, 4]", f"[0, {10**30}]", f"seed is {10**30}, but a seed is not negative and below 2.63"),
+    "too many seeds": ("[0, 4]", str(10**30), f"seeds is {10**30}, but it is how many: 1 to 9999"),
+    "true": ("rounds = 3", "rounds = true", "rounds is True, but it is a whole number"),
+    "list": ("hold_out = 2", "ignore = ['a', 2]", r"data.labels.ignore is \['a', 2\], but it is a list, each text"),
+    "tables": ("[methods.plain]\nalgorithm =", "[methods]\nplain =", "methods is .*, but it is a table of tables"),
     "twice": ("[0, 4]", "[1, 1]", r"seeds is \[1, 1\]"),
     "algorithm": ('"fedavg"', '"fedavgg"', "there is no algorithm 'fedavgg'; did you mean fedavg"),
     "field": ("mu = 0.5", "nu = 0.5", "FedProx has no 'nu'; it has"),
@@ -285,6 +295,27 @@ def test_tables_are_escaped():
     assert r"\caption{a\_b: 5 \%. X | y.}" in latex(sheet)
     assert r"| a\_b |  | & | **-1 \[0\]** |" in markdown(sheet)
     assert r"x \| y" in markdown(sheet)
+
+
+@pytest.mark.parametrize("form", ["60.0 ± 14.1", "+10.250 [-10.123, +11.000]", "0.5"])
+def test_names_stay_apart_in_80_columns(form):
+    methods = ["fedavg-with-a-long-name-one", "fedavg-with-a-long-name-two"]
+    lines = [(mode, group) for mode in ("global", "personal", "adapted") for group in ("participating", "unseen")]
+    sections = [[[Cell(method), Cell(mode), Cell(group), *[Cell(form)] * 4] for mode, group in lines] for method in methods]
+    headings = ["method", "mode", "clients", "RMSE", "log score", "calibration error", "worst tenth"]
+    terminal = Console(width=80, record=True, file=io.StringIO())
+    terminal.print(rich(Sheet("title", "caption", headings, sections), 80))
+    text = terminal.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(word in text for line in lines for word in line)
+    folded = re.sub(r"\s", "", "".join(line[:28].split(" ")[1] for line in text.splitlines()[4:] if line[1:2] != " "))
+    assert all(method in folded for method in methods)
+    wide = Console(width=200, record=True, file=io.StringIO())
+    wide.print(rich(Sheet("title", "caption", headings, sections), 200))
+    text = wide.export_text()
+    assert f"{methods[0]}  personal  unseen " in text
+    assert form in text
 
 
 # Runs
@@ -466,6 +497,54 @@ def test_a_worker_that_dies_is_a_failed_run(small):
     done = worker.perform(Task(job, str(small.parent / "never")), lambda round: None)
     worker.close()
     assert "ended with code -9: it was killed" in done.failure
+
+
+def test_a_killed_worker_costs_its_own_run_alone(small, tmp_path):
+    jobs = read(small).jobs()[:2]
+
+    def progress(job, round):
+        if job == jobs[0] and round == 1:
+            for worker in crew.workers:
+                os.kill(worker.process.pid, signal.SIGKILL)
+
+    crew = Crew([Task(job, str(tmp_path)) for job in jobs], 1, progress)
+    first, second = crew.run()
+    assert "ended with code -9: it was killed" in first.failure
+    assert second.failure is None
+    assert (tmp_path / jobs[1].place / "result.json").exists()
+    assert all(worker.process.poll() is not None for worker in crew.workers)
+
+
+# Schema 1
+
+
+def test_a_run_of_schema_1_is_read(tmp_path, capsys):
+    """A folder that was written when evaluation modes were stances: the page, the study and its scores."""
+    folder = tmp_path / "run-v1"
+    shutil.copytree(ROOT / "tests" / "golden" / "run-v1", folder)
+    written = json.loads((folder / "result.json").read_text())
+    assert written["schema"] == 1
+    assert "modes" not in written
+    unseen = json.loads((folder / "about.json").read_text())["data"]["unseen"]
+    result, evaluation = read_run(folder, Done(unseen))
+    assert result["schema"] == 2
+    assert "stances" not in result
+    assert list(evaluation.scores) == result["modes"] == written["stances"]
+    assert evaluation.summary()["personal"]["unseen"]["accuracy"] == pytest.approx(
+        written["metrics"]["personal"]["unseen"]["accuracy"]
+    )
+    record = load_record(folder)
+    assert record.notes == []
+    assert set(record.scores) == set(written["stances"])
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text("utf-8")
+    assert "personal" in page
+    assert f"{100 * written['metrics']['global']['participating']['accuracy']['rows']:.1f}" in page
+
+
+def test_a_study_with_a_stance_is_read():
+    given = {"data": {"digits": {}}, "methods": {"fedavg": {}}, "search": {"stance": "global", "grid": {"train.lr": [0.1]}}}
+    assert parse(given).search.mode == "global"
 
 
 # The search

@@ -91,6 +91,18 @@ def test_hold_out_is_seeded_and_leaves_participants() -> None:
         clients.hold_out(50)
 
 
+def test_hold_out_by_name() -> None:
+    names = np.array([f"s{i:02d}" for i in range(10)])
+    clients = Clients.build(np.ones((40, 1)), np.arange(40) % 2, np.repeat(np.arange(10), 4), names=names)
+    held = clients.hold_out(["s01", "s07", "s01"])
+    assert held.names[held.unseen].tolist() == ["s01", "s07"]
+    assert held.hold_out("s03").names[held.hold_out("s03").unseen].tolist() == ["s01", "s03", "s07"]
+    with pytest.raises(UserError, match=r"has no client 's1'; did you mean s01"):
+        clients.hold_out(["s1"])
+    with pytest.raises(UserError, match="cannot hold out 10 of 10"):
+        clients.hold_out(names)
+
+
 def test_standardised_uses_only_participants_training_rows() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(1e4, 2, (400, 3)).astype(np.float32)

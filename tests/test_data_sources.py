@@ -16,6 +16,7 @@ import pytest
 
 from fedbayes import data
 from fedbayes.data import NAMES, Clients, label_counts, load
+from fedbayes.data.stream import RowReader
 from fedbayes.errors import UserError
 
 
@@ -48,6 +49,39 @@ def frame(rows: int = 40) -> pd.DataFrame:
 
 
 OTHERS = ("outcome", "pressure", "visits")
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "sentence"),
+    [
+        ([1.0, 2.0], {}, "column 'dose' holds lists; give each part a column of its own, or ignore it"),
+        ({"mg": 1.0}, {}, "column 'dose' holds records"),
+        ([1, 2], {"target": "dose"}, "column 'dose' holds lists"),
+        ({"mg": 1}, {"client_column": "dose"}, "column 'dose' holds records"),
+    ],
+)
+def test_nested_columns_have_a_sentence(tmp_path: Path, value, options, sentence) -> None:
+    table = frame()
+    table["dose"] = [value] * len(table)
+    path = tmp_path / "nested.parquet"
+    table.to_parquet(path)
+    settings = {"client_column": "hospital", "target": "ill", **options}
+    with pytest.raises(UserError, match=sentence):
+        load(str(path), **settings)
+    flat = frame()
+    flat.to_parquet(tmp_path / "flat.parquet")
+    layout = load(str(tmp_path / "flat.parquet"), client_column="hospital", target="ill").layout
+    rows = RowReader(path, layout, (len(layout.columns),), ("0", "1"))
+    with pytest.raises(UserError, match="column 'dose' holds"):
+        next(iter(rows))
+
+
+def test_clients_are_held_out_by_name(tmp_path: Path) -> None:
+    frame().to_csv(tmp_path / "a.csv", index=False)
+    clients = load(str(tmp_path / "a.csv"), client_column="hospital", target="ill", ignore=OTHERS, hold_out=["east", "west"])
+    assert clients.names[clients.unseen].tolist() == ["east", "west"]
+    with pytest.raises(UserError, match="no client 'wset'; did you mean west"):
+        load(str(tmp_path / "a.csv"), client_column="hospital", target="ill", ignore=OTHERS, hold_out=["wset"])
 
 
 # Names

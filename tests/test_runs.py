@@ -275,7 +275,7 @@ def test_a_fit_predicts_for_everyone_and_for_one(finished, clients):
     shared, own = done.draws(clients.x[:3]), done.draws(clients.x[:3], clients.names[clients.participants[0]])
     assert shared.shape == own.shape == (1, 3, 2)
     assert not np.allclose(shared, own)
-    with pytest.raises(UserError, match="six has no client 'nobody'; the first are 0, 1"):
+    with pytest.raises(UserError, match="six has no client 'nobody'; there is 0, 1"):
         done.draws(clients.x[:3], "nobody")
     with pytest.raises(UserError, match="expected finite numbers, in rows of shape"):
         done.predict(clients.x[:3, :2])

@@ -165,7 +165,8 @@ def test_numbers_keep_their_units(likelihood):
     again = Posterior.load("shared.safetensors")
     assert_same(again.predict(data.x), shared.predict(data.x))
     assert abs(float(again.predict(data.x)[:, 0].mean()) - data.y.mean()) < 60
-    found = dict(zip(again.columns, again.table(data.x).T, strict=True))
+    found = again.table(data.x)
+    assert list(found) == again.columns
     assert (found["5%"] < found["mean"]).all()
     assert (found["mean"] < found["95%"]).all()
     np.testing.assert_allclose(
@@ -306,6 +307,41 @@ def test_other_files_are_refused(capfd, home):
         assert len(err.splitlines()) == 1
 
 
+# Python
+
+
+def test_a_table_has_names(mine):
+    frame = table()[30:35]
+    found = mine.table(frame)
+    assert list(found.columns) == ["no", "yes", "entropy", "mutual_information"]
+    assert list(found.index) == list(frame.index)
+    np.testing.assert_allclose(found[["no", "yes"]], mine.predict(frame), atol=2e-6)
+
+
+def test_adapt_takes_names_of_classes_and_says_what_is_wrong():
+    data = fb.data.synthetic(clients=3, rows=8, features=2, classes=3)
+    data = dataclasses.replace(data, classes=("well", "ill", "gone"))
+    fit = fit_of(fb.FedPer(fb.network("mlp", data, hidden=(3,))), data)
+    x, y = data.rows("0")
+    named = fit.adapt(x, [data.classes[label] for label in y])
+    assert_same(named.predict(x), fit.adapt(x, y).predict(x))
+    gap = x.copy()
+    gap[1, 0] = np.nan
+    for bad, labels, sentence in [
+        (gap, y, r"x: feature 0 has no value in row 1 \(from 0\)"),
+        (x[:0], y[:0], r"x has no rows; expected at least one of shape \(2,\)"),
+        (x[0], y[:1], r"x is one row of shape \(2,\); expected several, so give x\[None\]"),
+        (x, np.where(np.arange(len(y)) == 2, 3, y), "y has 3 in row 2; expected a label from 0 to 2, or the name of a class"),
+        (x, np.where(np.arange(len(y)) == 2, np.nan, y), "y has nan in row 2; expected a label from 0 to 2"),
+        (x, ["il"] * len(x), "y has 'il' in row 0, which is none of the classes; did you mean ill"),
+        (x, y[:-1], r"y has shape \(5,\); expected a label for each of the 6 rows of x"),
+    ]:
+        with pytest.raises(fb.UserError, match=f"^{sentence}"):
+            fit.adapt(bad, labels)
+    with pytest.raises(fb.UserError, match=r"x is one row of shape \(2,\)"):
+        named.predict(x[0])
+
+
 # Another process, another day
 
 
@@ -363,9 +399,9 @@ def test_a_file_of_another_day_gives_what_it_gave_then():
 def write_golden(run, rows):
     """How the golden file was made; a new schema gets a new one beside it."""
     from fedbayes.cli.personalise import of_rows
-    from fedbayes.cli.run import finished
+    from fedbayes.cli.run import reloaded
 
-    person = of_rows(finished(run), rows)
+    person = of_rows(reloaded(run), rows)
     person.save(GOLDEN / "posterior.safetensors")
     found = {"machine": machine(), "repr": repr(person), "probabilities": np.asarray(person.predict(golden_rows())).tolist()}
     (GOLDEN / "posterior.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -380,9 +416,9 @@ def test_personalise_for_a_client_and_for_everybody(capfd, home):
     code, out, _ = command(capfd, "personalise", folder, "--out", "all.safetensors")
     assert code == 0
     assert "for everybody; age, sex, smoker, pressure to ill: no, yes; 1 rounds on patients" in re.sub(r"\s+", " ", out)
-    from fedbayes.cli.run import finished
+    from fedbayes.cli.run import reloaded
 
-    fit, frame = finished(folder), table()[:5]
+    fit, frame = reloaded(folder), table()[:5]
     data = fit.simulation.data
     held, trained = str(data.names[data.unseen][0]), str(data.names[~data.unseen][0])
     code, _, err = command(capfd, "personalise", folder, "--client", held, "--out", "x")

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 
+import numpy as np
 import pytest
 from conftest import Stop, stop_after
 
@@ -67,6 +68,28 @@ def read_mlflow(folder):
 
 def read(kind, folder):
     return read_tensorboard(folder) if kind == "tensorboard" else read_mlflow(folder)
+
+
+MODEL = """
+import numpy as np
+from hierarchy import partition, population, silo
+silos = partition(5, 7)
+"""
+
+
+@needs_tensorboard
+def test_a_fit_over_silos_is_tracked(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(MODEL)
+    given = ["fit", str(tmp_path / "model.py"), "--rounds", "12", "--track", f"tensorboard:{tmp_path / 'logs'}"]
+    assert cli.main([*given, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    scalars, texts = read_tensorboard(tmp_path / "logs")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {step: value for tag, step, value in scalars if tag == "bound"}
+    assert max(logged) == 12
+    assert len(logged) == len({step for _, step, _ in scalars})
+    assert np.mean(list(logged.values())) == pytest.approx(np.mean([line["bound"] for line in lines]), rel=1e-5)
+    assert texts == {"config": 1, "result": 1}
 
 
 @needs_tensorboard

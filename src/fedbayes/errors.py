@@ -1,6 +1,7 @@
 """The one error that a user is meant to read."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,15 @@ class UserError(Exception):
 
     The command line ends with exit code 2 on it. A bug in fedbayes raises anything else.
     """
+
+
+def printable(text: str) -> str:
+    r"""Text without control characters, which a terminal would obey; lines stay lines.
+
+    >>> printable("red \x1b[31m\x07 alert\nnext")
+    'red [31m alert\nnext'
+    """
+    return re.sub("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "", text)
 
 
 def nearest(word: str, choices: Iterable[Any]) -> str:

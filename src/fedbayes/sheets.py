@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-NARROW = 100
-"""Columns of a terminal below which an interval stands under its difference."""
 WORDS = 3
 """Columns that hold words: method, mode, clients."""
 SPECIAL = {
@@ -43,8 +41,6 @@ class Sheet(NamedTuple):
     caption: str
     headings: list[str]
     sections: list[list[list[Cell]]]
-    wraps: bool = False
-    """Whether numbers give way in a narrow terminal, instead of words."""
 
 
 def listing(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "") -> str:
@@ -52,8 +48,14 @@ def listing(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]],
     return html(Sheet(title, caption, list(headings), [[[Cell(text) for text in line] for line in lines]]), words=1)
 
 
-def rich(sheet: Sheet) -> Table:
-    """For the terminal."""
+def rich(sheet: Sheet, width: int | None = None) -> Table:
+    """For the terminal; where it is too narrow, spreads and intervals go below their numbers, and long names are folded."""
+    table, console = _rich(sheet, " "), Console(width=width)
+    widest = table.__rich_measure__(console, console.options.update(width=10_000)).maximum
+    return table if widest <= console.width else _rich(sheet, "\n")
+
+
+def _rich(sheet: Sheet, gap: str) -> Table:
     table = Table(
         title=Text(sheet.title),
         title_justify="left",
@@ -63,16 +65,17 @@ def rich(sheet: Sheet) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
+
+    def broken(place: int, text: str) -> str:
+        return text if place < WORDS else re.sub("(?<!±) ", gap, text)
+
     for place, heading in enumerate(sheet.headings):
-        words = place < WORDS
-        short = heading.replace("worst tenth", "worst\ntenth")  # so that words have room at 80 columns
-        table.add_column(short, justify="left" if words else "right", no_wrap=words == sheet.wraps)
-    narrow = sheet.wraps and Console().width < NARROW
+        text = broken(place, heading.replace("worst tenth", "worst\ntenth"))  # so that words have room at 80 columns
+        # Of the words only the method's name may be long.
+        table.add_column(Text(text), justify="left" if place < WORDS else "right", no_wrap=place > 0, overflow="fold")
     for rows in sheet.sections:
         for place, row in enumerate(rows):
-            style = ["bold" if one.bold else "" for one in row]
-            words_of = [one.text.replace(" [", "\n[") if narrow else one.text for one in row]
-            texts = [Text(text, style=each) for text, each in zip(words_of, style, strict=True)]
+            texts = [Text(broken(at, one.text), style="bold" if one.bold else "") for at, one in enumerate(row)]
             table.add_row(*texts, end_section=place == len(rows) - 1)
     return table
 

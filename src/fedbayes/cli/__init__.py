@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fedbayes import __version__
 from fedbayes.engine.compile_cache import keep_compiled
-from fedbayes.errors import UserError, nearest
+from fedbayes.errors import UserError, nearest, printable
 
 COMMANDS = {
     "quickstart": (
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep_compiled()
         importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
     except UserError as problem:
-        print(f"fedbayes: {problem}", file=sys.stderr)
+        print(f"fedbayes: {printable(str(problem))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"\nfedbayes: stopped{f'; {stop}' if str(stop) else ''}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.primitives.optimisers import Optimiser
+from fedbayes.primitives.training import Training
 from fedbayes.results.folder import write_json
 from fedbayes.study.options import build, default, unbuilt
 
@@ -56,7 +58,64 @@ def parse(options: type[Any], arguments: Sequence[str], prog: str, description: 
         options.__doc__ = description
     # What cannot be written on a command line, such as a model's functions, is no option, and no choice between subcommands.
     hidden = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
-    return tyro.cli(options, prog=prog, description=description, args=list(arguments), registry=registry, config=hidden)
+    parsed, rest = tyro.cli(
+        options,
+        prog=prog,
+        description=description,
+        args=list(arguments),
+        registry=registry,
+        config=hidden,
+        return_unknown_args=True,
+    )
+    if rest:
+        raise UserError(f"{_unknown(rest[0], list(_options_of(parsed)))} {prog} --help lists all options")
+    return parsed
+
+
+GUESSES = {
+    **dict.fromkeys(("learning-rate", "learningrate", "step-size", "eta"), "lr"),
+    **dict.fromkeys(("batch-size", "batchsize", "bs"), "batch"),
+    **dict.fromkeys(("local-epochs", "local-steps", "num-epochs"), "epochs"),
+    **dict.fromkeys(("fraction", "clients-per-round"), "cohort"),
+    "num-rounds": "rounds",
+    "num-clients": "clients",
+    "dataset": "data",
+    "network": "model",
+    "optimizer": "optimiser",
+    "output": "out",
+}
+"""What options are called elsewhere, and here."""
+
+
+def _unknown(given: str, options: Sequence[str]) -> str:
+    """What to say of an option that there is not; the group in front of its name need not be right.
+
+    >>> _unknown("--learning-rate=3", ["--rounds", "--train.lr", "--tune.lr"])
+    'there is no option --learning-rate; did you mean --train.lr or --tune.lr?'
+    """
+    if not given.startswith("-"):
+        return f"{given!r} was given, but no option takes it;"
+    option = given.partition("=")[0].replace("_", "-")
+    own = {one: one.lstrip("-").rpartition(".")[2] for one in options}
+    name = option.lstrip("-").rpartition(".")[2].removeprefix("no-")
+    name = GUESSES.get(name, name)
+    wanted = {name} & set(own.values()) or difflib.get_close_matches(name, own.values(), n=1, cutoff=0.7)
+    found = [one for one in options if own[one] in wanted] or difflib.get_close_matches(option, options, n=1)
+    # Of the same name in several groups, the group that was given.
+    found = [one for one in found if one.rpartition(".")[0] == option.rpartition(".")[0]] or found
+    if "--set" in options and name in {field.name for field in dataclasses.fields(Training)}:
+        found = [f"--set train.{name}=VALUE"]
+    return f"there is no option {option};" + (f" did you mean {' or '.join(found)}?" if found else "")
+
+
+def _options_of(parsed: Any, prefix: str = "--") -> Iterator[str]:
+    """The options of a command; at the top, a group has no name."""
+    for field in dataclasses.fields(parsed):
+        value, name = getattr(parsed, field.name), field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value) and not isinstance(value, Model | Unlabelled):
+            yield from _options_of(value, f"{prefix}{name}." if name not in ("data", "settings", "algorithm") else prefix)
+        else:
+            yield prefix + name
 
 
 class Chosen(NamedTuple):

@@ -88,7 +88,7 @@ def certificate_table(found: Sequence[Certificate]) -> Table:
         pad_edge=False,
     )
     for heading in ("client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"):
-        table.add_column(heading, justify="left" if heading == "client" else "right")
+        table.add_column(heading, justify="left" if heading == "client" else "right", overflow="fold")
     for one in found:
         figures = (f"{one.divergence:.2f}", f"{one.gibbs:.3f}", f"{one.averaged:.3f}", f"{one.bound:.3f}")
         table.add_row(one.client, str(one.rows), *figures)

@@ -24,7 +24,7 @@ from fedbayes.sheets import Sheet, latex, markdown, rich
 from fedbayes.study.crew import alone
 from fedbayes.study.options import DataOptions, RunOptions, value_of
 from fedbayes.study.run import Outcome, run_study
-from fedbayes.study.study import Job, Method, Search, Study, folder_name, read
+from fedbayes.study.study import Job, Method, Search, Study, first_seeds, folder_name, read
 
 USUAL = ("fedavg", "fedprox", "fedbabu", "fedper")
 """What is compared where nothing is named."""
@@ -140,13 +140,11 @@ def study_of(options: Options) -> Study:
         study = read(first)
         return study if options.baseline is None else dataclasses.replace(study, baseline=options.baseline)
     chosen = options.algorithms or USUAL
-    if options.seeds < 1:
-        raise UserError(f"seeds is {options.seeds}, but a comparison needs at least one")
     search = Search(dict(map(_searched, options.search))) if options.search else None
     return Study(
         {folder_name(options.data.data): options.data},
         {name: Method(name, tuple(_settings_of(name, options.set))) for name in chosen},
-        tuple(range(options.seeds)),
+        first_seeds(options.seeds),
         options.settings,
         options.model,
         options.baseline or "",

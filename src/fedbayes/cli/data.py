@@ -10,6 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from fedbayes.cli.arguments import parse
+from fedbayes.cli.display import show
 from fedbayes.errors import UserError
 from fedbayes.study.options import DataOptions
 
@@ -40,8 +41,8 @@ def main(arguments: Sequence[str]) -> None:
     from fedbayes.data.describe import describe
 
     clients = options.data.load()
-    print(describe(clients))
+    show(describe(clients))
     if options.plot is not None:
         from fedbayes.report.labels import label_distribution
 
-        print(f"picture: {label_distribution(clients, options.plot)}")
+        show(f"picture: {label_distribution(clients, options.plot)}")

@@ -193,7 +193,7 @@ def personalise(arguments: Sequence[str]) -> None:
         show(f"personal model: {options.out}")
         return
     x, y = _rows(options.rows, site)
-    table = posterior.table(x)
+    table = posterior.table(x).to_numpy()
     if y is not None and not posterior.numeric:
         show(f"site {options.number}: {100 * np.mean(table[:, :-2].argmax(axis=1) == y):.1f} % of {len(y)} test rows are right")
     if options.out is not None:

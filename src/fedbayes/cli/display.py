@@ -8,15 +8,27 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 
+from fedbayes.errors import printable
 from fedbayes.evaluation.tables import figures
 from fedbayes.sheets import rich
 
 
+class _Plain(Console):
+    """A terminal that takes names as they are: no markup, and no control characters."""
+
+    def render(self, *what: Any, **options: Any) -> Iterator[Segment]:
+        """Segments of text, cleaned."""
+        for one in super().render(*what, **options):
+            yield one if one.control else one._replace(text=printable(one.text))
+
+
 def show(*things: Any) -> None:
     """Print tables and text, as wide as the terminal is now."""
-    Console().print(*things, highlight=False, soft_wrap=all(isinstance(thing, str) for thing in things))
+    plain = _Plain(markup=False, emoji=False, highlight=False)
+    plain.print(*things, soft_wrap=all(isinstance(thing, str) for thing in things))
 
 
 @contextlib.contextmanager
@@ -25,7 +37,13 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None
 
     With a `total` of rounds, of several runs, there is a bar for all of them too, and those that are through are not shown.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     terminal = Console(stderr=True)
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         everything = None if total is None else progress.add_task("all rounds", total=total)

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
+from tyro.conf import UseAppendAction, arg
 
 from fedbayes.algorithms import find, names
 from fedbayes.cli.arguments import keeping, parse, python_file
@@ -18,6 +19,7 @@ from fedbayes.errors import UserError
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
+from fedbayes.results.trackers import tracker
 
 NEEDED = ("population", "silo", "silos")
 USAGE = """usage: fedbayes fit FILE [--algorithm NAME] [options]
@@ -52,6 +54,8 @@ class Options:
     """Start over in a folder that holds a run."""
     loop: bool = False
     """Run silos one by one, slower, and name the silo whose numbers fail."""
+    track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KIND:WHERE")] = ()
+    """Also log to tensorboard:DIR or mlflow:URI."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,8 +70,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(Options, rest, f"fedbayes fit {path}", f"Fit {path.name} over its silos.", file.algorithm)
     rounds, label, data = options.algorithm.rounds, file.name, file.silos
     folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
+    trackers = tuple(tracker(spec) for spec in options.track)
     with progress_bar() as add, keeping(folder, "fit", arguments):
-        callback = add(label, rounds)
         fit = simulate(
             options.algorithm,
             data,
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
             folder=folder,
             resume=options.resume,
             force=options.force,
-            callbacks=(callback,),
+            callbacks=(add(label, rounds), *trackers),
             config={"file": path.name},
         )
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
@@ -116,7 +120,7 @@ def load(path: Path) -> ModuleType:
 def posterior_table(fit: SiloFit) -> Table:
     """The posterior of what all silos share."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for row in rows(fit.result):

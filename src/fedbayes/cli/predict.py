@@ -17,7 +17,7 @@ from tyro.conf import Positional
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import progress_bar
 from fedbayes.data.stream import MISSING, Block, RowReader
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, printable
 from fedbayes.results.folder import replacing
 from fedbayes.results.posterior import Posterior
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         moved = None if options.out is None else add("rows", rows.about())  # no bar among what is printed
         file.write(line(posterior.columns))
         for block in rows:
-            table = posterior.table(block.x)
+            table = posterior.table(block.x).to_numpy()
             tally.add(table, block)
             file.write(lines_of(table))
             if moved is not None:
@@ -115,9 +115,13 @@ def output(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def line(words: Sequence[str]) -> bytes:
-    """A line of a CSV."""
+    r"""A line of a CSV, in which no name is a formula to a spreadsheet (an apostrophe in front, as OWASP advises).
+
+    >>> line(["=cmd|' /C calc'!A0", "-1", "a,b"])
+    b'\'=cmd|\' /C calc\'!A0,-1,"a,b"\n'
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(words)
+    csv.writer(text, lineterminator="\n").writerow([_harmless(printable(word)) for word in words])
     return text.getvalue().encode()
 
 
@@ -132,5 +136,13 @@ def lines_of(table: np.ndarray) -> bytes:
     return text.getvalue()
 
 
+def _harmless(word: str) -> str:
+    try:
+        float(word)  # a number stays a number
+    except ValueError:
+        return f"'{word}" if word[:1] in ("=", "+", "-", "@") else word
+    return word
+
+
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+    print(printable(sentence), file=sys.stderr)

@@ -160,20 +160,26 @@ class Clients:
         chosen = slice(self.offsets[i], middle) if part == "train" else slice(middle, self.offsets[i + 1])
         return np.array(self.x[chosen]), np.array(self.y[chosen])
 
-    def hold_out(self, n: int, seed: int = 0) -> Clients:
-        """The same clients, of which `n` that were participants never train.
+    def hold_out(self, who: int | Sequence[str], seed: int = 0) -> Clients:
+        """The same clients, of which some never train: so many participants, drawn with `seed`, or those named.
 
         >>> clients = Clients.build(np.ones((8, 1)), np.arange(8) % 2, np.arange(8) // 2).hold_out(1, seed=3)
         >>> int(clients.unseen.sum()), len(clients.participants)
         (1, 3)
+        >>> clients.hold_out(["0", "3"]).unseen[[0, 3]].tolist()
+        [True, True]
         """
-        if not 0 <= n < max(len(self.participants), 1):
+        left, places = len(self.participants), None
+        if not isinstance(who, int | np.integer):
+            places = np.array([self.index(name) for name in ([who] if isinstance(who, str) else who)], int)
+            who = int(np.isin(self.participants, places).sum())
+        if not 0 <= who < max(left, 1):
             raise UserError(
-                f"{self.name}: cannot hold out {n} of {len(self.participants)} participating clients; "
-                f"hold out between 0 and {len(self.participants) - 1}"
+                f"{self.name}: cannot hold out {who} of {left} participating clients; hold out between 0 and {left - 1}"
             )
         unseen = self.unseen.copy()
-        unseen[np.random.default_rng([UNSEEN, seed]).choice(self.participants, n, replace=False)] = True
+        drawn = np.random.default_rng([UNSEEN, seed]).choice(self.participants, who, replace=False)
+        unseen[drawn if places is None else places] = True
         fewer = dataclasses.replace(self, unseen=unseen)
         # Standardised clients are standardised anew: what is held out must not have a part in shift and scale.
         return fewer if (self.scale == 1).all() and not self.shift.any() else fewer.standardised(self.scale.ndim == 0 or None)

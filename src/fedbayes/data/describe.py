@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedbayes.data.rows import blocks
+from fedbayes.errors import printable
 
 SHOWN = 20
 """Clients with a line of their own."""
@@ -119,10 +121,11 @@ def table(clients: Any) -> list[list[str]]:
     else:
         counts = label_counts(clients)
         header, cells, total = list(clients.classes), counts[:shown].astype(str).tolist(), counts.sum(0).astype(str).tolist()
-    names = [_short(str(name)) + (" *" if out else "") for name, out in zip(clients.names, clients.unseen, strict=True)]
-    lines = [["client", "train", "test", *map(_short, header)]]
-    for i in range(shown):
-        lines.append([names[i], str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]])
+    lines = [["client", "train", "test", *_short(header)]]
+    for i, name in enumerate(_short(clients.names[:shown])):
+        lines.append(
+            [name + " *" * bool(clients.unseen[i]), str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]]
+        )
     if shown < len(clients):
         lines.append([f"… {len(clients) - shown} more"] + [""] * (len(lines[0]) - 1))
     lines.append(["all", str(clients.train_counts.sum()), str(clients.test_counts.sum()), *total])
@@ -141,7 +144,7 @@ def _shown(clients: Any) -> int:
 def _many_classes(classes: tuple[str, ...], counts: np.ndarray, shown: int) -> tuple[list[str], list[list[str]], list[str]]:
     def cells(row: np.ndarray) -> list[str]:
         most = int(row.argmax())
-        return [str(np.count_nonzero(row)), classes[most], f"{row[most] / row.sum():.0%}"]
+        return [str(np.count_nonzero(row)), *_short([classes[most]]), f"{row[most] / row.sum():.0%}"]
 
     return ["classes", "most frequent", "share"], [cells(row) for row in counts[:shown]], cells(counts.sum(0))
 
@@ -154,8 +157,11 @@ def _numbers(clients: Any, shown: int) -> tuple[list[str], list[list[str]], list
     return ["mean", "deviation", "least", "most"], [cells(part) for part in parts], cells(clients.y)
 
 
-def _short(text: str, width: int = 20) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+def _short(names: Iterable[Any], width: int = 20) -> list[str]:
+    """Names in one line, the long ones cut unless two would then be the same."""
+    whole = [printable(str(name)).replace("\n", " ") for name in names]
+    cut = [name if len(name) <= width else name[: width - 1] + "…" for name in whole]
+    return cut if len(set(cut)) == len(set(whole)) else whole
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedbayes.data.layout import Column, Layout
+from fedbayes.data.layout import Column, Layout, check_flat
 from fedbayes.data.table import Options, Table, encode
 from fedbayes.errors import UserError, nearest
 
@@ -37,6 +37,7 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
     if len(set(roles)) < len(roles):
         raise UserError(f"{where}: the target, the client column and the test column must differ; given {', '.join(roles)}")
     for column in roles:
+        check_flat(frame[column], where)
         gaps = frame[column].isna().to_numpy()
         if gaps.any() and options.missing != "drop":
             raise UserError(

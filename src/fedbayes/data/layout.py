@@ -48,6 +48,7 @@ class Column:
         """What a column of a table holds; `where` is for messages."""
         import pandas as pd
 
+        check_flat(column, where)
         kind = column.dtype
         if pd.api.types.is_bool_dtype(kind):
             return cls(name, "truth")
@@ -76,6 +77,7 @@ class Column:
         """
         import pandas as pd
 
+        check_flat(column, where)
         if self.kind != "category":
             if not (pd.api.types.is_bool_dtype(column.dtype) or pd.api.types.is_numeric_dtype(column.dtype)):
                 self.check_numbers(column, where, start)
@@ -121,6 +123,14 @@ class Column:
             raise UserError(
                 f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0); expected {what}"
             )
+
+
+def check_flat(column: pd.Series[Any], where: str) -> None:
+    """Refuse a column of lists or records, as Parquet has them."""
+    nested = (one for one in column if isinstance(one, Mapping | list | tuple | np.ndarray)) if column.dtype == object else ()
+    for one in nested:
+        kind = "records" if isinstance(one, Mapping) else "lists"
+        raise UserError(f"{where}: column {column.name!r} holds {kind}; give each part a column of its own, or ignore it")
 
 
 @dataclasses.dataclass(frozen=True)

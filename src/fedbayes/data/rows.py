@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 
 LARGE = 256 * 2**20
 """Rows of more bytes than this are kept in a mapped file instead of in memory."""
@@ -139,5 +139,5 @@ def place_of(name: Any, names: Sequence[str] | np.ndarray, data: str) -> int:
     places = np.flatnonzero(np.asarray(names) == name)
     if not len(places):
         hint = "" if isinstance(name, str) else f"; a name is text, such as {str(names[0])!r}"
-        raise UserError(f"{data} has no client {name!r}; the first are {', '.join(map(str, names[:5]))}{hint}")
+        raise UserError(f"{data} has no client {name!r}; {nearest(str(name), names)}{hint}")
     return int(places[0])

@@ -27,7 +27,7 @@ def load(
     missing: Missing | None = None,
     task: Task | None = None,
     test: float | None = None,
-    hold_out: int = 0,
+    hold_out: int | Sequence[str] = 0,
     standardise: bool = True,
     seed: int = 0,
 ) -> Clients:
@@ -45,7 +45,7 @@ def load(
         missing: "refuse" missing values, replace them by the "mean" of the training rows, or "drop" their rows.
         task: "classification", "regression" or "counts"; by default classes for text and whole numbers, regression for floats.
         test: Share of each client's rows for testing; by default the source's own test rows, or 0.25 if it has none.
-        hold_out: How many clients never train.
+        hold_out: How many clients never train; or which, by name.
         standardise: Let the model see each feature with mean 0 and deviation 1 over the participants' training rows.
         seed: Of the partition, the split and the choice of unseen clients.
 

@@ -216,7 +216,7 @@ def difference_sheet(found: Sequence[Difference], unit: str, numeric: bool) -> S
     said = f"{SAID[used]}; bold where it excludes zero" if used else f"there are too few {unit} for an interval"
     headings = ["method", "mode", "clients", *(TITLES[name] for name in shown)]
     baseline = next(iter(found)).baseline
-    return Sheet(f"difference from {baseline}", f"over all test rows; {said}", headings, sections, wraps=True)
+    return Sheet(f"difference from {baseline}", f"over all test rows; {said}", headings, sections)
 
 
 def _used(found: Sequence[Difference], unit: str) -> str | None:

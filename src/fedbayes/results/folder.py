@@ -311,10 +311,22 @@ def flat(content: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def upgraded(content: Any) -> Any:
+    """A table of schema 1 as schema 2 has it: evaluation modes were stances.
+
+    >>> upgraded({"schema": 1, "stances": ["global"]})
+    {'schema': 2, 'modes': ['global']}
+    """
+    if not isinstance(content, dict) or not content.keys() & {"stance", "stances"}:
+        return content
+    renamed = {{"stance": "mode", "stances": "modes"}.get(name, name): value for name, value in content.items()}
+    return renamed | ({"schema": SCHEMA} if "schema" in content else {})
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of one of a run's JSON files."""
+    """The content of one of a run's JSON files, as the present schema has it."""
     try:
-        return json.loads(path.read_text())
+        return upgraded(json.loads(path.read_text()))
     except (OSError, ValueError) as problem:
         raise UserError(f"{path} cannot be read ({problem}); it is damaged or not a file of a run") from None
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Layout
 from fedbayes.engine import keys
-from fedbayes.errors import UserError
+from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation import assess
 from fedbayes.models import Model
 from fedbayes.models.predictive import Uncertainty, is_numeric, predictive, quantile, uncertainty
@@ -34,11 +34,14 @@ from fedbayes.results import serialise
 from fedbayes.results.folder import write
 from fedbayes.sheets import listing
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 KIND = "fedbayes posterior"
 SCHEMA = 1
 """Of the file; it grows when a field changes its meaning."""
 BLOCK = 1024
-"""RowSpec that `table` predicts at once; images as few as in an evaluation."""
+"""Rows that `table` predicts at once; images as few as in an evaluation."""
 INTERVAL = (0.05, 0.95)
 CLOSE = 1e-3
 """How far the prediction that a file carries may be from the one that is found, as a share: processors round differently."""
@@ -70,7 +73,7 @@ class RowSpec(NamedTuple):
         return self.data(np.zeros((2, *self.shape), self.dtypes[0]), np.zeros(2))
 
     def check(self, x: Any) -> np.ndarray:
-        """RowSpec as an array; a data frame's columns are found by name."""
+        """Rows as an array; a data frame's columns are found by name."""
         if hasattr(x, "columns") and self.layout.columns:
             return self.layout.encode(x, "x")
         return checked_rows(x, self.shape)
@@ -169,11 +172,7 @@ class Posterior:
                 f"{self.algorithm.title} adapts to rows with labels, but there are none; give y, or train a method that needs "
                 "none, such as fedvi"
             )
-        labels = np.zeros(len(x)) if y is None else np.asarray(y)
-        classes = self.rows.classes
-        if labels.shape != (len(x),) or (classes is not None and not np.isin(labels, np.arange(len(classes))).all()):
-            kind = "a number" if classes is None else f"a label from 0 to {len(classes) - 1}"
-            raise UserError(f"y has shape {labels.shape}; expected {kind} for each of the {len(x)} rows of x")
+        labels = np.zeros(len(x)) if y is None else checked_labels(y, self.rows.classes, len(x))
         return self.adapted(self.rows.data(x, labels), f"{len(x)} rows")
 
     def adapted(self, rows: Data, who: str) -> Posterior:
@@ -206,12 +205,15 @@ class Posterior:
         added = ["entropy", "mutual_information"]
         return [f"p({name})" if name in added else name for name in self.rows.classes or ("0", "1")] + added
 
-    def table(self, x: Any) -> np.ndarray:
-        """All that is said of rows `x`, compiled and in blocks of rows: memory is that of one block.
+    def table(self, x: Any) -> pd.DataFrame:
+        """The whole prediction for rows `x`, with `columns`; compiled, and in blocks of rows: memory is that of one block.
 
         For labels their probabilities, the entropy and the mutual information, in nats. For a number its mean and standard
         deviation, the 5 % and 95 % quantiles of the mixture over draws, and the aleatoric and epistemic parts of the variance.
         """
+        import pandas as pd
+
+        index = x.index if isinstance(x, pd.DataFrame) else None
         x = self.rows.check(x)
         found, block = [], BLOCK if len(self.rows.shape) == 1 else assess.BLOCK
         for start in range(0, len(x), block):
@@ -219,7 +221,7 @@ class Posterior:
             part = x[start : start + block]
             padded = np.pad(part, [(0, block - len(part))] + [(0, 0)] * (x.ndim - 1), mode="edge")
             found.append(np.asarray(_table(self.algorithm, self.key, self.down, self.local, padded))[: len(part)])
-        return np.concatenate(found)
+        return pd.DataFrame(np.concatenate(found), index, self.columns)
 
     def save(self, path: Path | str) -> None:
         """Write the file, whole or not at all."""
@@ -293,14 +295,47 @@ def _table(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, x: A
 
 
 def checked_rows(x: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """RowSpec of features, refused where they are not finite numbers in rows of this shape."""
+    """Rows of features; refused unless they are finite numbers, in one row or more of this shape.
+
+    >>> checked_rows(np.zeros(3), (3,))
+    Traceback (most recent call last):
+    fedbayes.errors.UserError: x is one row of shape (3,); expected several, so give x[None]
+    """
     try:
         x = np.asarray(x)
     except ValueError:
         raise UserError(f"x is {type(x).__name__} whose rows differ in length; expected rows of shape {shape}") from None
-    if x.shape[1:] != shape or not len(x) or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+    if x.shape == shape and shape != (1,):
+        raise UserError(f"x is one row of shape {shape}; expected several, so give x[None]")
+    if x.shape[1:] != shape or x.dtype.kind not in "biuf":
         raise UserError(f"x is {x.dtype} of shape {x.shape}; expected finite numbers, in rows of shape {shape}")
-    return x
+    if not len(x):
+        raise UserError(f"x has no rows; expected at least one of shape {shape}")
+    return Layout().complete(x, "x")
+
+
+def checked_labels(y: Any, classes: tuple[str, ...] | None, count: int) -> np.ndarray:
+    """What is to be predicted for `count` rows: labels by place or by name, as places; or finite numbers.
+
+    >>> checked_labels(["ill", "well"], ("well", "ill"), 2).tolist(), checked_labels([1, 0], ("well", "ill"), 2).tolist()
+    ([1, 0], [1, 0])
+    """
+    y, kind = np.asarray(y), "a finite number" if classes is None else "a label"
+    if y.shape != (count,):
+        raise UserError(f"y has shape {y.shape}; expected {kind} for each of the {count} rows of x")
+    if classes is not None and y.dtype.kind not in "biuf":
+        places = {name: place for place, name in enumerate(classes)}
+        if strange := [row for row, name in enumerate(y) if str(name) not in places]:
+            word = str(y[strange[0]])
+            raise UserError(f"y has {word!r} in row {strange[0]}, which is none of the classes; {nearest(word, classes)}")
+        return np.array([places[str(name)] for name in y])
+    bad = np.ones(count, bool) if y.dtype.kind not in "biuf" else ~np.isfinite(y)
+    if classes is not None:
+        bad, kind = ~np.isin(y, np.arange(len(classes))), f"a label from 0 to {len(classes) - 1}, or the name of a class"
+    if bad.any():
+        row = int(bad.argmax())
+        raise UserError(f"y has {y[row].item()!r} in row {row}; expected {kind}")
+    return y
 
 
 def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork | None) -> Posterior:

@@ -1,7 +1,9 @@
 """The runs of a study, one after another in this process or side by side in several.
 
-A worker is a process of its own, `python -m fedbayes.study.crew`, that never shared JAX with its parent: jobs come in as lines
-of JSON, rounds and ends go out as lines of JSON, figures stay in the run's folder. It ends at once when its parent is gone.
+A worker is a process of its own, `python -m fedbayes.study.crew`, that never shared JAX with its parent: tasks come in as lines
+of JSON, rounds and outcomes go out as lines of JSON, scores stay in the run's folder. It ends at once when its parent is gone.
+The process pools of concurrent.futures and loky do neither: one worker that is killed fails every task, and workers outlive a
+parent that is killed. A pool of threads does the scheduling, with one worker for each thread.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import queue
 import signal
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
@@ -94,7 +97,9 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
 
 def as_run(job: Job, algorithm: Any) -> list[str]:
     """What `fedbayes run` takes to do the same; commands that read a run's folder build it again from this."""
-    given = [*arguments(job.data, DataOptions()), *arguments(job.run, RunOptions()), "--seed", str(job.seed)]
+    held = job.data.hold_out  # one name that is a number would be read as a count; a name may be given twice
+    data = dataclasses.replace(job.data, hold_out=2 * held) if isinstance(held, tuple) and len(held) == 1 else job.data
+    given = [*arguments(data, DataOptions()), *arguments(job.run, RunOptions()), "--seed", str(job.seed)]
     return [job.algorithm, *given, *arguments(algorithm, default(job.algorithm))]
 
 
@@ -129,64 +134,54 @@ class Crew:
 
     def __init__(self, tasks: Sequence[Task], size: int, progress: Progress) -> None:
         self.tasks, self.size, self.progress = tasks, size, progress
-        self.left: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(len(tasks)):
-            self.left.put(number)
-        self.done: list[Done | None] = [None] * len(tasks)
         self.workers: set[Worker] = set()
+        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.lock, self.stopped = threading.Lock(), False
 
     def run(self) -> list[Done]:
         """Until all are done."""
-        threads = [threading.Thread(target=self._take, daemon=True) for _ in range(self.size)]
-        for thread in threads:
-            thread.start()
-        # An interrupt that were raised here could be lost in what JAX does while Python collects garbage.
-        with stop_after_round() as stopped:
-            while (at_work := any(thread.is_alive() for thread in threads)) and not stopped():
-                time.sleep(0.05)
-            if at_work:
-                self._stop(signal.SIGINT)
-                try:
-                    for thread in threads:
-                        thread.join(60)
-                finally:  # also after a second Ctrl-C
-                    self._stop(signal.SIGKILL)
-                raise KeyboardInterrupt
-        return [done if done is not None else Done(failure="it was not started") for done in self.done]
+        # An interrupt raised here could be lost in what JAX does while Python collects garbage.
+        with stop_after_round() as stopped, ThreadPoolExecutor(self.size) as threads:
+            try:
+                ends = [threads.submit(self._perform, task) for task in self.tasks]
+                while wait(ends, 0.05).not_done and not stopped():
+                    pass
+                if not all(end.done() for end in ends):
+                    self._stop(signal.SIGINT)
+                    wait(ends, 60)
+                    raise KeyboardInterrupt
+            except BaseException:  # also a second Ctrl-C
+                self._stop(signal.SIGKILL)
+                raise
+            finally:
+                threads.shutdown()
+                for worker in self.workers:
+                    worker.close()
+        return [end.result() or Done(failure="it was not started") for end in ends]
 
     def _stop(self, number: int) -> None:
         with self.lock:
             self.stopped = True
             for worker in self.workers:
-                worker.send_signal(number)
+                worker.process.send_signal(number)
 
-    def _take(self) -> None:
-        """A thread's work: give tasks to one worker, and to another one where that dies."""
-        worker: Worker | None = None
-        while not self.stopped:
-            try:
-                number = self.left.get_nowait()
-            except queue.Empty:
-                break
-            with self.lock:
-                if self.stopped:
-                    break
-                if worker is None:
-                    worker = Worker(max(1, cores() // self.size))
-                    self.workers.add(worker)
-            task = self.tasks[number]
-            self.done[number] = worker.perform(task, functools.partial(self.progress, task.job))
-            if worker.process.poll() is not None or self.done[number] is None:
-                self._dismiss(worker)
-                worker = None
-        if worker is not None:
-            self._dismiss(worker)
-
-    def _dismiss(self, worker: Worker) -> None:
-        worker.close()
+    def _perform(self, task: Task) -> Done | None:
+        """Give a task to a worker that is idle, or to a new one."""
         with self.lock:
-            self.workers.discard(worker)
+            if self.stopped:
+                return None
+            if self.idle.empty():
+                self.workers.add(worker := Worker(max(1, cores() // self.size)))
+            else:
+                worker = self.idle.get()
+        done = worker.perform(task, functools.partial(self.progress, task.job))
+        if done is not None and worker.process.poll() is None:
+            self.idle.put(worker)
+        else:
+            with self.lock:
+                self.workers.discard(worker)
+            worker.close()
+        return done
 
 
 class Worker:
@@ -202,7 +197,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.words,
             env=environment,
-            text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which tells its workers
             pass_fds=_locks,
         )
@@ -212,17 +206,13 @@ class Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            line = [task.job.to_json(), task.folder, task.force, list(task.track)]
-            self.process.stdin.write(json.dumps(line) + "\n")
+            self.process.stdin.write(msgspec.json.encode(task) + b"\n")
             self.process.stdin.flush()
-            for answer in self.process.stdout:
-                content = json.loads(answer)
-                if "round" in content:
-                    progress(content["round"])
-                elif "stopped" in content:
-                    return None
-                else:
-                    return Done(**content["done"])
+            for line in self.process.stdout:
+                answer = msgspec.json.decode(line, type=int | Done | None)
+                if not isinstance(answer, int):
+                    return answer
+                progress(answer)
         code = self.process.wait()
         if code in (-signal.SIGINT, 130):
             return None
@@ -230,10 +220,6 @@ class Worker:
         last = self.words.read().decode(errors="replace").strip().splitlines()
         why = "it was killed, perhaps for want of memory" if code == -signal.SIGKILL else (last or ["it said nothing"])[-1]
         return Done(failure=f"its process ended with code {code}: {why}; --processes 1 shows more")
-
-    def send_signal(self, number: int) -> None:
-        """To the worker, if it is there."""
-        self.process.send_signal(number)
 
     def close(self) -> None:
         """Let it end."""
@@ -262,34 +248,32 @@ def alone(folder: Path, wait: float = 10.0) -> Iterator[None]:
 
 def main() -> None:
     """A worker: jobs from its input, answers to its output, all other words to its error stream."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
-        for line in sys.stdin:
+        for line in sys.stdin.buffer:
             tasks.put(line)
-        tasks.put("")
+        tasks.put(b"")
         busy.wait()  # the parent is gone in the middle of a run, which can be resumed at any moment
         os._exit(1)
 
-    def answer(**content: Any) -> None:
-        answers.write(json.dumps(content) + "\n")
+    def answer(content: int | Done | None) -> None:
+        answers.write(msgspec.json.encode(content) + b"\n")
         answers.flush()
 
     busy = threading.Event()
     threading.Thread(target=listen, daemon=True).start()
     while line := tasks.get():
         busy.set()
-        job, folder, force, track = json.loads(line)
         try:
-            task = Task(Job.from_json(job), folder, force, tuple(track))
-            done = perform(task, lambda round: answer(round=round))
+            done = perform(msgspec.json.decode(line, type=Task), answer)
         except KeyboardInterrupt:
-            answer(stopped=True)
+            answer(None)
             return
         busy.clear()
-        answer(done=done._asdict())
+        answer(done)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class DataOptions:
     """What the target is; by default classes for text and whole numbers, regression for other numbers."""
     test: float | None = None
     """Share of each client's rows that is kept for testing."""
-    hold_out: int = 0
-    """How many clients never train and are evaluated as unseen."""
+    hold_out: int | tuple[str, ...] = 0
+    """How many clients never train and are evaluated as unseen; or which, by name (two or more if a name is a number)."""
     standardise: bool = True
     """Let the network see each feature with mean 0 and deviation 1."""
     data_seed: int = 0
@@ -49,8 +49,8 @@ class DataOptions:
         """The clients; `seed` instead of `data_seed` draws another partition."""
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         spec, own = options.pop("data"), options.pop("data_seed")
-        if own < 0:
-            raise UserError(f"data-seed is {own}, but a seed is not negative")
+        if not 0 <= own < 2**63:
+            raise UserError(f"data-seed is {own}, but a seed is not negative and below 2^63")
         return load(spec, **options, seed=own if seed is None else seed)
 
 

@@ -16,10 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from fedbayes.engine.round import checked_seed
 from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation.assess import MODES
 from fedbayes.evaluation.differences import LOWER_IS_BETTER
 from fedbayes.evaluation.score import HIGHER_IS_BETTER
+from fedbayes.results.folder import upgraded
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 
 Grid = dict[str, list[Any]]
@@ -74,8 +78,8 @@ class Study:
             for name in names:
                 if not NAME.fullmatch(name) or name.startswith("."):
                     raise UserError(f"{kind} has {name!r}, but it names a folder: letters, digits, and . _ + - inside")
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"seeds is {list(self.seeds)}, but a comparison needs at least one, none negative, none twice")
+        if not self.seeds or len(set(map(checked_seed, self.seeds))) < len(self.seeds):
+            raise UserError(f"seeds is {list(self.seeds)}, but a comparison needs at least one, none twice")
         if self.run.rounds < 1:
             raise UserError(f"rounds is {self.run.rounds}, but a run has at least one")
         if self.baseline and self.baseline not in self.methods:
@@ -92,7 +96,7 @@ class Study:
             raise UserError(_unknown("search.figure", search.figure, FIGURES))
         if not 0 < search.share < 1:
             raise UserError(f"search.share is {search.share}, but it is a share of the training rows, between 0 and 1")
-        if search.seed in self.seeds or search.seed < 0:
+        if checked_seed(search.seed) in self.seeds:
             raise UserError(f"search.seed is {search.seed}, but it must be none of the seeds of the comparison")
         sizes = {}
         for name, method in self.methods.items():
@@ -126,21 +130,11 @@ class Study:
 
     def jobs(self, chosen: Mapping[tuple[str, str], tuple[str, ...]] | None = None) -> list[Job]:
         """The runs, those of one method together; with the settings that a search chose for data and method."""
+        chosen = dict.fromkeys(itertools.product(self.data, self.methods), ()) if chosen is None else chosen
         return [
-            Job(
-                self.place(data, f"{name}-{seed}"),
-                data,
-                name,
-                seed,
-                method.algorithm,
-                (*method.settings, *((chosen or {}).get((data, name), ()))),
-                self.model,
-                dataclasses.replace(options, data_seed=seed) if self.vary_data else options,
-                self.run,
-            )
-            for data, options in self.data.items()
-            for name, method in self.methods.items()
-            if chosen is None or (data, name) in chosen
+            self._job(f"{name}-{seed}", data, name, seed, chosen[data, name])
+            for data, name in itertools.product(self.data, self.methods)
+            if (data, name) in chosen
             for seed in self.seeds
         ]
 
@@ -149,22 +143,21 @@ class Study:
         if self.search is None:
             return []
         return [
-            Job(
-                self.place(data, f"search/{name}-{number}"),
-                data,
-                name,
-                self.search.seed,
-                method.algorithm,
-                (*method.settings, *settings),
-                self.model,
-                options,
-                self.run,
-                self.search.share,
-            )
-            for data, options in self.data.items()
-            for name, method in self.methods.items()
-            for number, settings in enumerate(self.tries(method))
+            self._job(f"search/{name}-{number}", data, name, self.search.seed, settings, self.search.share)
+            for data, name in itertools.product(self.data, self.methods)
+            for number, settings in enumerate(self.tries(self.methods[name]))
         ]
+
+    def _job(
+        self, place: str, data: str, name: str, seed: int, settings: tuple[str, ...], validation: float | None = None
+    ) -> Job:
+        method, options = self.methods[name], self.data[data]
+        if self.vary_data and validation is None:
+            options = dataclasses.replace(options, data_seed=seed)
+        given = (*method.settings, *settings)
+        return Job(
+            self.place(data, place), data, name, seed, method.algorithm, given, self.model, options, self.run, validation
+        )
 
 
 EXAMPLES = {"methods": "fedavg", "data": "digits"}
@@ -172,7 +165,12 @@ EXAMPLES = {"methods": "fedavg", "data": "digits"}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run of a study."""
+    """One run of a study; it goes to another process as JSON.
+
+    >>> job = Job("a-0", "digits", "a", 0, "fedavg", ("train.lr=0.1",), "mlp", DataOptions(ignore=("x",)), RunOptions())
+    >>> msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
+    True
+    """
 
     place: str
     """Its folder, below the study's."""
@@ -186,23 +184,6 @@ class Job:
     run: RunOptions
     validation: float | None = None
     """The share of training rows that tests instead of the test rows, in a try of a search."""
-
-    def to_json(self) -> str:
-        """One line, for another process."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        """What `to_json` wrote.
-
-        >>> job = Job("a-0", "digits", "a", 0, "fedavg", ("train.lr=0.1",), "mlp", DataOptions(ignore=("x",)), RunOptions())
-        >>> Job.from_json(job.to_json()) == job
-        True
-        """
-        fields = json.loads(line)
-        fields["data"]["ignore"] = tuple(fields["data"]["ignore"])
-        fields["settings"] = tuple(fields["settings"])
-        return cls(**{**fields, "data": DataOptions(**fields["data"]), "run": RunOptions(**fields["run"])})
 
 
 def setting(path: str, value: Any) -> str:
@@ -236,34 +217,47 @@ def parse(content: Mapping[str, Any]) -> Study:
     Traceback (most recent call last):
     fedbayes.errors.UserError: there is no key 'round'; did you mean rounds or dropout? there is baseline, cohort, data, ...
     """
-    own = {"seeds", "model", "baseline", "vary_data", "data", "methods", "set", "search"}
-    runs = {field.name for field in dataclasses.fields(RunOptions)}
-    _known("", content, sorted(own | runs))
-    common = _settings("set", _table(content, "set"))
-    methods = {name: _method(name, table, common) for name, table in _tables(content, "methods").items()}
-    given = _table(content, "data")
-    single = bool(given) and not all(isinstance(table, Mapping) for table in given.values())
-    if single:
-        options_of_data = _data("data", given, None)
-        data = {folder_name(options_of_data.data): options_of_data}
+    file: _File = _fields(_File, "", content)
+    common = _settings("set", file.set)
+    methods = {name: _method(name, table, common) for name, table in file.methods.items()}
+    if file.data and not all(isinstance(table, Mapping) for table in file.data.values()):
+        only: DataOptions = _fields(DataOptions, "data", file.data)
+        data = {folder_name(only.data): only}
     else:
-        data = {name: _data(f"data.{name}", table, name) for name, table in _tables(content, "data").items()}
-    seeds = content.get("seeds", 3)
-    if isinstance(seeds, bool) or not (isinstance(seeds, int) or _is_list_of(seeds, int)):
-        raise UserError(f"seeds is {seeds!r}, but it is how many, or a list of seeds")
-    options: dict[str, Any] = {}
-    for name, kind in (("model", str), ("baseline", str), ("vary_data", bool)):
-        if name in content:
-            if not isinstance(content[name], kind):
-                raise UserError(f"{name} is {content[name]!r}, but it is a {kind.__name__}")
-            options[name] = content[name]
-    if "search" in content:
-        table = dict(_table(content, "search"))
-        grid = _grid("search.grid", table.pop("grid", {}))
-        options["search"] = _fields(Search, "search", {**table, "grid": grid})
-    settings = {name: value for name, value in content.items() if name in runs}
-    seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    return Study(data, methods, seeds, _fields(RunOptions, "", settings), **options)
+        data = {name: _fields(DataOptions, f"data.{name}", {"data": name, **table}) for name, table in file.data.items()}
+    search = None
+    if file.search is not None:
+        grid = _grid("search.grid", file.search.get("grid", {}))
+        search = _fields(Search, "search", {**upgraded(file.search), "grid": grid})
+    seeds = first_seeds(file.seeds) if isinstance(file.seeds, int) else file.seeds
+    run = RunOptions(**{field.name: getattr(file, field.name) for field in dataclasses.fields(RunOptions)})
+    return Study(data, methods, seeds, run, file.model, file.baseline, file.vary_data, search)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _File(RunOptions):
+    """The keys of a study's file."""
+
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    methods: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    seeds: int | tuple[int, ...] = 3
+    model: str = Study.model
+    baseline: str = Study.baseline
+    vary_data: bool = Study.vary_data
+    set: dict[str, Any] = dataclasses.field(default_factory=dict)
+    search: dict[str, Any] | None = None
+
+
+def first_seeds(count: int) -> tuple[int, ...]:
+    """0, 1, …: as many as asked for.
+
+    >>> first_seeds(20260101)
+    Traceback (most recent call last):
+    fedbayes.errors.UserError: seeds is 20260101, but it is how many: 1 to 9999; a study's file may list them
+    """
+    if not 1 <= count < 10_000:
+        raise UserError(f"seeds is {count}, but it is how many: 1 to 9999; a study's file may list them")
+    return tuple(range(count))
 
 
 def folder_name(spec: str) -> str:
@@ -284,43 +278,30 @@ def _method(name: str, table: Mapping[str, Any], common: Sequence[str]) -> Metho
     return Method(algorithm, settings, None if grid is None else _grid(f"methods.{name}.grid", grid))
 
 
-def _data(where: str, table: Mapping[str, Any], name: str | None) -> DataOptions:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    return _fields(DataOptions, where, {**({} if name is None else {"data": name}), **fields})
-
-
 def _fields(cls: type[Any], where: str, values: Mapping[str, Any]) -> Any:
-    """A dataclass of options from a table, refused where a key is unknown or a value is not of its kind."""
-    kinds = typing.get_type_hints(cls)
-    _known(where, values, list(kinds))
+    """A dataclass of options from a table; refuses an unknown key and a value of another type."""
+    kinds, prefix = typing.get_type_hints(cls), f"{where}." if where else ""
+    for name in values:
+        if name not in kinds:
+            raise UserError(f"there is no key {prefix + name!r}; {nearest(name, sorted(kinds))}")
     for name, value in values.items():
-        if not _fits(value, kinds[name]):
-            label = f"{where}.{name}" if where else name
-            raise UserError(f"{label} is {value!r}, but it is {_words(kinds[name])}")
-    return cls(**values)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return any(_fits(value, one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is typing.Literal:
-        return value in typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(one, typing.get_args(kind)[0]) for one in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, typing.get_origin(kind) or kind)
+        try:
+            msgspec.convert(value, kinds[name])
+        except msgspec.ValidationError:
+            raise UserError(f"{prefix}{name} is {value!r}, but it is {_words(kinds[name])}") from None
+    return msgspec.convert(values, cls)
 
 
 def _words(kind: Any) -> str:
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join(_words(one) for one in typing.get_args(kind) if one is not type(None))
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
-    known = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    return known.get(kind, "a list" if typing.get_origin(kind) is tuple else "a table")
+    """What a key holds; msgspec names types, and of a choice not even the values."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(dict.fromkeys(_words(one) for one in inner if one is not types.NoneType))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if origin in (tuple, dict):
+        return f"a list, each {_words(inner[0])}" if origin is tuple else f"a table{'' if inner[1] is Any else ' of tables'}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
 
 
 def _settings(where: str, table: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
@@ -350,30 +331,5 @@ def _grid(where: str, table: Any, prefix: str = "") -> Grid:
     return found
 
 
-def _table(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = content.get(name, {})
-    if not isinstance(table, Mapping):
-        raise UserError(f"{name} is {table!r}, but it is a table: write [{name}]")
-    return table
-
-
-def _tables(content: Mapping[str, Any], name: str) -> Mapping[str, Mapping[str, Any]]:
-    for key, value in _table(content, name).items():
-        if not isinstance(value, Mapping):
-            raise UserError(f"{name}.{key} is {value!r}, but it is a table: write [{name}.{key}]")
-    return _table(content, name)
-
-
-def _known(where: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            label = f"{where}.{name}" if where else name
-            raise UserError(f"there is no key {label!r}; {nearest(name, known)}")
-
-
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"{what} is {name!r}, which there is not; {nearest(name, known)}"
-
-
-def _is_list_of(value: Any, kind: type[Any]) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
