@@ -157,6 +157,10 @@ def test_a_transformation_runs_and_is_in_no_file(model, clients, tmp_path):
         Posterior.load(tmp_path / "me.safetensors")
     again = Posterior.load(tmp_path / "me.safetensors", algorithm=algorithm)
     assert_same(again.draws(clients.x), person.draws(clients.x))
+    with pytest.raises(fb.UserError, match="FedAvg with a GradientTransformation is somebody's own code"):
+        fb.open(tmp_path / "run")
+    x = clients.rows("1", "test")[0]
+    assert_same(fb.open(tmp_path / "run", algorithm=algorithm).predict(x, client="1"), fit.predict(x, client="1"))
 
 
 def test_named_optimisers_are_in_a_file(model):
