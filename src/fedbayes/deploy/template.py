@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from fedbayes import files
 from fedbayes.algorithms import REGISTRY, find
 from fedbayes.errors import UserError
 
@@ -189,14 +190,13 @@ def write_project(folder: Path, algorithm: str, sites: int, rounds: int) -> list
     values = {"name": name, "cls": cls.__name__, "sites": sites, "rounds": rounds}
     values |= {"imports": "import dataclasses\n\n", "train": TRAIN} if trains else {"imports": "", "train": ""}
     body, more = (NETWORK, PREDICT) if REGISTRY[algorithm].kind == "clients" else (STRUCTURED, "")
-    files = {
+    texts = {
         "pyproject.toml": PYPROJECT.format(**values),
         "README.md": README.format(**values) + more,
         "federation/__init__.py": "",
         "federation/app.py": APP,
         "federation/experiment.py": EXPERIMENT.format(body=body.format(**values)),
     }
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    return [folder / path for path in files]
+    for path, text in texts.items():
+        files.write(files.make_folder((folder / path).parent) / Path(path).name, text.encode())
+    return [folder / path for path in texts]
