@@ -214,8 +214,7 @@ def test_a_damaged_run_is_not_opened(finished, quick, clients):
         kept = [members["states"].get(everyone), members["unseen"], np.asarray(members["counts"]), members["names"]]
         return [fit.shared.down, fit.shared.local, kept, fit.evaluation.scores, fit.result], fit.history, heard
 
-    names = ["shared.safetensors", "members.json", "result.json", "scores.safetensors", "metrics.jsonl"]
-    survives(finished, read, names)
+    survives(finished, read, ["shared.safetensors", "members.json", "result.json"])
 
 
 def test_a_study_reads_whole_runs_alone(finished, quick, clients):
@@ -417,6 +416,14 @@ def test_a_finished_run_is_read_by_many(finished, model, clients):
         assert fit(model, clients, finished, evaluate_every=2, resume=True).simulation.round == 4
 
 
+def test_a_run_that_is_refused_holds_nothing(unfinished, model, clients):
+    """Not even while somebody keeps the error, as a notebook does."""
+    with pytest.raises(UserError, match="holds an unfinished run") as kept:
+        fit(model, clients, unfinished)
+    with files.locked(unfinished):
+        assert kept.value
+
+
 def test_silos_hold_their_folder_too(tmp_path):
     data, algorithm = partition(4, 4, 4), fb.SFVIAvg(population, one_silo, steps=5)
 
@@ -427,7 +434,8 @@ def test_silos_hold_their_folder_too(tmp_path):
 
     with pytest.raises(Stop):
         fb.simulate(algorithm, data, 2, folder=tmp_path / "run", callbacks=(second,))
-    files.lock(tmp_path / "run")  # the run that failed let it go
+    with files.locked(tmp_path / "run"):
+        pass  # the run that failed let it go
 
 
 @contextlib.contextmanager

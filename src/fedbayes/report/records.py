@@ -188,12 +188,8 @@ def _has_posterior(result: dict[str, Any]) -> bool:
 
 
 def _read_metrics(record: Record) -> None:
-    entries = _lines(record, "metrics.jsonl")
-    if (
-        record.result is not None
-        and (path := record.folder / "metrics.jsonl").exists()
-        and not reaches_end(entries, record.config)
-    ):
+    path, entries = record.folder / "metrics.jsonl", _lines(record, "metrics.jsonl")
+    if record.result is not None and path.exists() and not reaches_end(entries, record.config):
         record.notes.append(f"{path} does not reach the run's end; some of its lines are lost.")
     for entry in entries:
         if not isinstance(entry.get("round"), int):

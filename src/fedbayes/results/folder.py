@@ -50,17 +50,8 @@ SHARED, MEMBERS = "shared.safetensors", "members.json"
 AGAIN = "--force starts the run over"
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
-    *(
-        SHARED,
-        MEMBERS,
-        "posterior.nc",
-        "bound.png",
-        "posterior.png",
-        "about.json",
-        "timing.jsonl",
-        "command.json",
-        "report.html",
-    ),
+    *(SHARED, MEMBERS, "posterior.nc", "bound.png", "posterior.png", "about.json", "timing.jsonl", "command.json"),
+    "report.html",
 )
 
 
@@ -84,21 +75,28 @@ class Run:
         self._held: Callable[[], Any] | None = None
         if force or not resume or not (folder / "result.json").exists():
             self.hold()
-        with files.writing(folder):
-            if force:
-                self._clear()
-            existing = (folder / "config.json").exists()
-            if existing and not resume:
-                done = (folder / "result.json").exists()
-                state = "a finished run" if done else "an unfinished run"
-                hint = "--force starts over" if done else "--resume continues it, --force starts over"
-                raise UserError(f"{folder} holds {state}; {hint}, or choose another folder")
-            if existing:
-                self._same_config()
-                self.finished = (folder / "result.json").exists()
-            else:
-                self._clear()
-                files.write_json(folder / "config.json", self.config)
+        try:
+            with files.writing(folder):
+                self._begin(resume, force)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, resume: bool, force: bool) -> None:
+        if force:
+            self._clear()
+        existing = (self.folder / "config.json").exists()
+        if existing and not resume:
+            done = (self.folder / "result.json").exists()
+            state = "a finished run" if done else "an unfinished run"
+            hint = "--force starts over" if done else "--resume continues it, --force starts over"
+            raise UserError(f"{self.folder} holds {state}; {hint}, or choose another folder")
+        if existing:
+            self._same_config()
+            self.finished = (self.folder / "result.json").exists()
+        else:
+            self._clear()
+            files.write_json(self.folder / "config.json", self.config)
 
     def hold(self) -> None:
         """Keep other processes out; the second gets a sentence."""

@@ -75,8 +75,8 @@ def open(
         raise UserError(
             f"{folder} has no {SHARED}: an older version wrote it, or its algorithm is code of your own; run it anew"
         )
-    shared = Posterior.load(folder / SHARED, model=model, algorithm=algorithm)  # type: ignore[arg-type]
     about = files.read_json(folder / MEMBERS, names=list, unseen=list, rows=list)
+    shared = Posterior.load(folder / SHARED, model=model, algorithm=algorithm)  # type: ignore[arg-type]
     unseen = np.isin(np.arange(len(about["names"])), about["unseen"])
     states: States[Any] = States(shared.local, len(unseen), folder / "local")
     states.restore(result["rounds"], about["local"], looking=True)

@@ -20,7 +20,7 @@ from fedbayes.engine.round import round_count
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
 from fedbayes.results.fit import Fit
-from fedbayes.results.folder import SCHEMA, Run, about, describe, describe_data, fingerprint
+from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe, describe_data, fingerprint
 from fedbayes.results.loop import listening, run_rounds
 from fedbayes.results.opened import keep
 from fedbayes.results.structured_fit import SiloFit, fit_silos
@@ -174,13 +174,9 @@ def simulate_clients(
         record({"round": rounds, "evaluation": figures})
         result = {"schema": SCHEMA, **settings, "metrics": figures}
         if average_last:
-            recent = [
-                entry["evaluation"] for entry in history if "evaluation" in entry and entry["round"] > rounds - average_last
-            ]
+            recent = [one["evaluation"] for one in history if "evaluation" in one and one["round"] > rounds - average_last]
             if len(recent) < average_last:
-                raise UserError(
-                    f"metrics.jsonl lacks evaluations of the last {average_last} rounds; --force starts the run over"
-                )
+                raise UserError(f"metrics.jsonl lacks evaluations of the last {average_last} rounds; {AGAIN}")
             result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
         fit = Fit.of(simulation, evaluation, result, history)
         if run is not None:
