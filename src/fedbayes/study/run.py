@@ -163,4 +163,6 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
 def read_run(folder: Path, end: Done) -> tuple[dict[str, Any], Evaluation]:
     """The result and the clients' scores of a finished run."""
     result, unseen = files.read_json(folder / "result.json", rounds=int, modes=list), np.array(end.unseen, bool)
-    return result, Evaluation(result["rounds"], read_scores(folder, result["modes"], len(unseen), result["schema"]), unseen, end.numeric)
+    return result, Evaluation(
+        result["rounds"], read_scores(folder, result["modes"], len(unseen), result["schema"]), unseen, end.numeric
+    )
