@@ -38,10 +38,10 @@ from sklearn.metrics import roc_auc_score
 import fedbayes as fb
 from fedbayes.algorithm import Data
 from fedbayes.evaluation.score import Score, metrics, pooled, score
+from fedbayes.files import write
 from fedbayes.models import Categorical, Model, cnn, mlp
 from fedbayes.primitives.training import descend, mean_loss
 from fedbayes.report.calibration import reliability
-from fedbayes.results.folder import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "bpfed.md"

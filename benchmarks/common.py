@@ -12,9 +12,9 @@ from typing import Any
 
 import fedbayes as fb
 from fedbayes.algorithms import find
+from fedbayes.files import write
 from fedbayes.models import Model, cnn, mlp, mobilenet
 from fedbayes.models.likelihoods import Categorical
-from fedbayes.results.folder import write
 
 
 def command(run: Callable[[], int]) -> None:

@@ -37,7 +37,7 @@ from common import spread
 from fedhb_mnist import clients, network
 
 import fedbayes as fb
-from fedbayes.results.folder import write
+from fedbayes.files import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedhb.md"

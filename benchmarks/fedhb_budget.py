@@ -27,7 +27,7 @@ import fedhb
 from fedhb_mnist import clients, network
 
 import fedbayes as fb
-from fedbayes.results.folder import write
+from fedbayes.files import write
 
 FACTORS = (1 / 3, 1.0, 3.0)
 PERSONAL = (1.0, 3.0, 10.0, 30.0)

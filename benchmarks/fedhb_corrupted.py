@@ -26,7 +26,7 @@ import common
 import fedhb
 
 import fedbayes as fb
-from fedbayes.results.folder import write
+from fedbayes.files import write
 
 CONFIG = Path(__file__).with_suffix(".toml")
 LABELS = {"fedhb-niw": "NIW", "fedhb-mixture": "Mixture", "fedbabu": "FedBABU", "fedavg": "FedAvg", "fedprox": "FedProx"}

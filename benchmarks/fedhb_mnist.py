@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from common import spread
 
 import fedbayes as fb
+from fedbayes.files import write
 from fedbayes.models import Categorical, Model, from_functions, mlp
-from fedbayes.results.folder import write
 
 PIXELS = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}
 """Mean and deviation of a pixel in 0..1."""

@@ -33,7 +33,7 @@ import numpy as np
 
 import fedbayes as fb
 from fedbayes.evaluation.pac_bayes import certify
-from fedbayes.results.folder import write
+from fedbayes.files import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedvi.md"

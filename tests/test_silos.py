@@ -1,6 +1,5 @@
 """SFVI, SFVI-Avg and PVI over silos: exact answers, invariance, participation, what is sent, and runs that go on."""
 
-import json
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from conftest import ROOT, assert_close, assert_same
 from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, partition, population, sampled, silo
 from table import TABLE, methods
 
+from fedbayes import files
 from fedbayes.algorithms.pvi import PVI, _proper_part
 from fedbayes.algorithms.sfvi import SFVI
 from fedbayes.algorithms.sfvi_avg import SFVIAvg
@@ -363,7 +363,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypa
     assert (tmp_path / "killed" / "result.json").read_text() == (tmp_path / "whole" / "result.json").read_text()
     finished = fit_silos(algorithm, data, 6, folder=tmp_path / "whole", resume=True)
     assert_same(finished.simulation.state, whole.simulation.state)
-    assert finished.result == json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert finished.result == files.read_json(tmp_path / "whole" / "result.json") == again.result
     for file in ("posterior.nc", "posterior.png", "bound.png"):
         assert (tmp_path / "whole" / file).stat().st_size > 1000
     with pytest.raises(UserError, match="is a run with another"):

@@ -262,13 +262,13 @@ def test_whatever_byte_is_changed_the_file_is_refused(clients, model):
 
 def rewritten(path, change):
     """A file whose JSON was changed by somebody who knows how its checksum is made."""
-    from fedbayes.results.posterior import _digest
+    from fedbayes.files import digest
 
     content = Path(path).read_bytes()
     arrays, about = safetensors.numpy.load(content), wire.metadata(content)
     del about["sha256"]
     change(about)
-    Path("bad.safetensors").write_bytes(wire.pack(arrays, {**about, "sha256": _digest(about, arrays)}))
+    Path("bad.safetensors").write_bytes(wire.pack(arrays, {**about, "sha256": digest(about, arrays)}))
 
 
 OTHER = "this version predicts other numbers than fedbayes"

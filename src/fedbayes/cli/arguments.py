@@ -16,6 +16,7 @@ import tyro
 from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from fedbayes import files
 from fedbayes.algorithms import REGISTRY, find, names
 from fedbayes.data import Clients, load
 from fedbayes.data.unlabelled import Unlabelled
@@ -23,7 +24,6 @@ from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.primitives.optimisers import Optimiser
 from fedbayes.primitives.training import Training
-from fedbayes.results.folder import write_json
 from fedbayes.study.options import build, default, unbuilt
 
 registry = ConstructorRegistry()
@@ -179,6 +179,6 @@ def keeping(folder: Path, command: str, arguments: Sequence[str]) -> Iterator[No
         yield
     except KeyboardInterrupt:
         if (folder / "config.json").is_file():
-            write_json(folder / "command.json", {command: list(arguments)})
+            files.write_json(folder / "command.json", {command: list(arguments)})
         raise KeyboardInterrupt(f"the run is in {folder}; the same command with --resume continues it") from None
-    write_json(folder / "command.json", {command: list(arguments)})
+    files.write_json(folder / "command.json", {command: list(arguments)})

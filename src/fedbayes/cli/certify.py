@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,13 @@ from rich import box
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from fedbayes import files
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import show
 from fedbayes.cli.personalise import rows_of
 from fedbayes.cli.run import opened, reloaded
 from fedbayes.errors import UserError
 from fedbayes.evaluation.pac_bayes import Certificate, certify, certify_rows
-from fedbayes.results.folder import write_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     found = of_rows(options) if options.data is not None else of_clients(options)
     show(certificate_table(found))
     if options.json is not None:
-        write_json(options.json, [one._asdict() for one in found])
+        files.write(options.json, json.dumps([one._asdict() for one in found], indent=2).encode())
         show(f"certificates: {options.json}")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from fedbayes import files
 from fedbayes.algorithms import names
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import progress_bar, show
@@ -18,7 +19,7 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.differences import difference_sheet
 from fedbayes.evaluation.score import about_numbers
 from fedbayes.evaluation.tables import figures
-from fedbayes.results.folder import SCHEMA, write, write_json
+from fedbayes.results.folder import SCHEMA
 from fedbayes.results.trackers import tracker
 from fedbayes.sheets import Sheet, latex, markdown, rich
 from fedbayes.study.crew import alone
@@ -87,11 +88,10 @@ def main(arguments: Sequence[str]) -> None:
     for sheet in sheets:
         show(rich(sheet))
     if options.json is not None:
-        write_json(options.json, content(outcome, ["fedbayes", "compare", *arguments]))
+        files.write_json(options.json, content(outcome, ["fedbayes", "compare", *arguments]))
     for path, form in ((options.markdown, markdown), (options.latex, latex)):
         if path is not None:
-            with _written(path):
-                write(path, ("\n\n".join(map(form, sheets)) + "\n").encode())
+            files.write(path, ("\n\n".join(map(form, sheets)) + "\n").encode())
     if options.out is not None:
         show(f"run folders: {options.out}")
     if outcome.failures:
@@ -229,14 +229,6 @@ def content(outcome: Outcome, command: Sequence[str]) -> dict[str, Any]:
         },
         "failures": outcome.failures,
     }
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None
 
 
 def _searched(text: str) -> tuple[str, list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from tyro.conf import Positional
 
+from fedbayes import files
 from fedbayes.cli.arguments import parse, python_file
 from fedbayes.cli.display import progress_bar, result_table, show
 from fedbayes.errors import UserError
@@ -161,7 +161,7 @@ def local(arguments: Sequence[str]) -> None:
     if not result.exists():
         raise UserError(f"the run ended without a result; see {out / 'logs' / 'run.log'}")
     if experiment.networked:
-        found = json.loads(result.read_text())
+        found = files.read_json(result, algorithm=str, rounds=int, metrics=dict)
         show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
         personal = ["--project", str(project), "--number", "0", "--state", str(out / "sites"), "--out", str(out / "site0.csv")]
         personalise(personal)
@@ -170,7 +170,7 @@ def local(arguments: Sequence[str]) -> None:
 
 def rounds_in(path: Path) -> int:
     """How many rounds a log of metrics has."""
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def personalise(arguments: Sequence[str]) -> None:

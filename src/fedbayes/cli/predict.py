@@ -14,11 +14,11 @@ from typing import BinaryIO
 import numpy as np
 from tyro.conf import Positional
 
+from fedbayes import files
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import progress_bar
 from fedbayes.data.stream import MISSING, Block, RowReader
 from fedbayes.errors import UserError, printable
-from fedbayes.results.folder import replacing
 from fedbayes.results.posterior import Posterior
 
 
@@ -105,13 +105,8 @@ def output(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    try:
-        with replacing(path) as file:
-            yield file
-    except OSError as problem:
-        raise UserError(
-            f"cannot write {path}: {problem.strerror}; nothing was kept: make room or choose another file"
-        ) from None
+    with files.replacing(path) as part, open(part, "xb") as file:
+        yield file
 
 
 def line(words: Sequence[str]) -> bytes:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
+from fedbayes import files
 from fedbayes.cli.arguments import Chosen, choose, keeping
 from fedbayes.cli.display import progress_bar, result_table, show
 from fedbayes.errors import UserError
 from fedbayes.results.fit import Fit
-from fedbayes.results.folder import read_json
 from fedbayes.results.opened import open as open_run
 from fedbayes.results.simulate import simulate
 from fedbayes.results.trackers import tracker
@@ -70,7 +70,7 @@ def opened(folder: Path) -> Fit:
 
 def reloaded(folder: Path) -> Fit:
     """The run in a folder with its clients' rows, read again from where they were."""
-    found = read_json(folder / "command.json").get("run") if (folder / "command.json").is_file() else None
+    found = files.read_json(folder / "command.json").get("run") if (folder / "command.json").is_file() else None
     chosen = choose(Options, found, "run", "{name}") if found else None
     if chosen is None:
         raise UserError(f"{folder} does not say where its clients' rows are; give rows with --data")

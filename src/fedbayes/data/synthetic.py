@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedbayes.data import store
 from fedbayes.data.clients import Clients
 from fedbayes.data.rows import mapped
-from fedbayes.data.store import new_folder, write_header, write_manifest
 
 CLIENTS_PER_BLOCK = 1000
 
@@ -41,15 +41,21 @@ def synthetic(
     dtype = np.dtype(np.float32 if classes is None else np.int32)
     shapes = (total, features), (total,)
     if folder is not None:
-        with new_folder(Path(folder)) as writing:
-            _write(writing.path, clients, rows, features, classes, seed, test)
+        # The rows are drawn twice, so that memory is that of a block.
+        parts: dict[str, store.Part] = {
+            "x": (shapes[0], np.dtype(np.float32), (x for x, _ in _blocks(clients, rows, features, classes, seed))),
+            "y": (shapes[1], dtype, (y for _, y in _blocks(clients, rows, features, classes, seed))),
+        }
+        for name, array in _small(clients, rows, features, test).items():
+            parts[name] = array.shape, array.dtype, [array]
+        store.write(Path(folder), parts, "synthetic", _names(classes), None)
         return Clients.load(folder)
     if total * features * 4 > LARGE:
         x = mapped(lambda: (x for x, _ in _blocks(clients, rows, features, classes, seed)), shapes[0], np.dtype(np.float32))
         y = mapped(lambda: (y for _, y in _blocks(clients, rows, features, classes, seed)), shapes[1], dtype)
     else:
-        parts = list(_blocks(clients, rows, features, classes, seed))
-        x, y = np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+        drawn = list(_blocks(clients, rows, features, classes, seed))
+        x, y = np.concatenate([x for x, _ in drawn]), np.concatenate([y for _, y in drawn])
     small = _small(clients, rows, features, test)
     return Clients(x=x, y=y, classes=_names(classes), name="synthetic", **small)  # type: ignore[arg-type]
 
@@ -85,15 +91,3 @@ def _small(clients: int, rows: int, features: int, test: float) -> dict[str, np.
 
 def _names(classes: int | None) -> tuple[str, ...] | None:
     return None if classes is None else tuple(map(str, range(classes)))
-
-
-def _write(path: Path, clients: int, rows: int, features: int, classes: int | None, seed: int, test: float) -> None:
-    with (path / "x.npy").open("wb") as x_file, (path / "y.npy").open("wb") as y_file:
-        write_header(x_file, (clients * rows, features), np.dtype(np.float32))
-        write_header(y_file, (clients * rows,), np.dtype(np.float32 if classes is None else np.int32))
-        for x, y in _blocks(clients, rows, features, classes, seed):
-            x_file.write(x.data)
-            y_file.write(y.data)
-    for name, array in _small(clients, rows, features, test).items():
-        np.save(path / f"{name}.npy", array, allow_pickle=False)
-    write_manifest(path, "synthetic", _names(classes), None)

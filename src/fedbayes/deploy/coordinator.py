@@ -28,7 +28,7 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import no_scores
 from fedbayes.evaluation.score import Score, summary
 from fedbayes.models.predictive import is_numeric
-from fedbayes.results.folder import SCHEMA, Run, describe, locked
+from fedbayes.results.folder import SCHEMA, Run, describe
 from fedbayes.results.loop import run_rounds
 
 log = logging.getLogger("fedbayes")
@@ -81,7 +81,8 @@ class Coordinator:
 
     Args:
         experiment: What the sites have too.
-        folder: Where the run is kept; one that holds this experiment's run goes on.
+        folder: Where the run is kept; one that holds this experiment's run goes on. Other processes are kept out of it until
+            `finish` ends.
     """
 
     def __init__(self, experiment: Experiment, folder: Path | str) -> None:
@@ -112,7 +113,8 @@ class Coordinator:
 
     def finish(self, post: Post) -> dict[str, Any]:
         """All rounds that are left, then every site's score; gives the result, which is in result.json too."""
-        with locked(self.folder, "the server"):
+        self.kept.hold()
+        try:
             if self.round:
                 log.info("going on after round %d", self.round)
             tries = 0
@@ -126,6 +128,8 @@ class Coordinator:
                         raise
                     log.warning("%s; it is tried again", problem)
             return self.conclude(post)
+        finally:
+            self.kept.close()
 
     def step(self, post: Post) -> None:
         """One round. Fewer answers than the minimum leave everything as it was."""

@@ -56,8 +56,8 @@ def server_app(experiment: Experiment) -> ServerApp:
         keep_compiled()
         log.setLevel(logging.INFO)
         log.handlers = logging.getLogger("flwr").handlers  # what goes elsewhere is discarded
-        coordinator = Coordinator(experiment, Path(str(context.run_config.get("out") or "run")).expanduser())
         try:
+            coordinator = Coordinator(experiment, Path(str(context.run_config.get("out") or "run")).expanduser())
             coordinator.finish(FlowerPost(grid, experiment))
         except UserError as problem:
             log.error("%s", problem)

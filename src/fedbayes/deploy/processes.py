@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbayes import files
 from fedbayes.deploy.tls import make_certificates, make_key
 from fedbayes.errors import UserError
 
@@ -51,13 +52,11 @@ class Federation:
     def start(self) -> None:
         """Certificates and keys, then the server's processes, then the sites'."""
         make_certificates(self.secrets)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        home = self.folder / "flwr"
-        home.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.logs)
+        home = files.make_folder(self.folder / "flwr")
         address, ca = f"127.0.0.1:{self.port}", self.secrets / "ca.crt"
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "loop"\n\n[superlink.loop]\naddress = "{address}"\nroot-certificates = "{ca}"\n'
-        )
+        given = f'[superlink]\ndefault = "loop"\n\n[superlink.loop]\naddress = "{address}"\nroot-certificates = "{ca}"\n'
+        files.write(home / "config.toml", given.encode())
         self.start_link()
         self.start_executor()
         for number in range(len(self.sites)):

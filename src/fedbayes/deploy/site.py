@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import wire
+from fedbayes import files
 from fedbayes.data.layout import Layout
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.engine import keys
@@ -27,7 +27,6 @@ from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import adapted, scored
 from fedbayes.evaluation.score import Score
-from fedbayes.results.folder import locked, write, writing
 from fedbayes.results.posterior import Posterior, RowSpec
 from fedbayes.trees import take_apart
 
@@ -51,7 +50,7 @@ class Site:
 
     def train(self, run: str, round: int, counted: int, down: Any) -> Any:
         """The answer to a round's request; `counted` is the last of this site's rounds that the server counted, or 0."""
-        with locked(self._folder(run), f"site {self.number}"):
+        with files.locked(self._folder(run), f"site {self.number}"):
             return self._train(run, round, counted, down)
 
     def _train(self, run: str, round: int, counted: int, down: Any) -> Any:
@@ -83,7 +82,7 @@ class Site:
 
     def keep(self, run: str, round: int, counted: int, down: Any) -> None:
         """Put a broadcast where `personal` finds it."""
-        write(self._folder(run) / "down.safetensors", wire.pack(down, {"round": round, "counted": counted}))
+        files.save(self._folder(run) / "down.safetensors", down, {"round": round, "counted": counted})
 
     def personal(self, run: str | None = None, *, adapted: bool = False) -> tuple[Any, Any]:
         """The last broadcast and the site's own state, by default of its latest run; `adapted` fits it to its rows."""
@@ -91,9 +90,8 @@ class Site:
         path = self._folder(run) / "down.safetensors" if run is not None else (runs[-1] if runs else None)
         if path is None or not path.exists():
             raise UserError(f"{self.folder} has no finished run to personalise from; it is there after a run's last round")
-        content = path.read_bytes()
-        told = wire.metadata(content)
-        down = wire.unpack(content, self.experiment.down, f"the broadcast {path}", finite=True)
+        advice = "the last round of the federation's next run writes it anew"
+        down, told = files.load(path, self.experiment.down, "the broadcast", advice, finite=True)
         states = self._states(path.parent.name, told["counted"], looking=True)
         down, local = jax.tree.map(jnp.asarray, down), self._own(states)
         if adapted:
@@ -114,10 +112,7 @@ class Site:
     def _folder(self, run: str) -> Path:
         if not run.isalnum():
             raise UserError(f"the run is called {run!r}, but a run's name is letters and digits")
-        folder = self.folder / run
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return files.make_folder(self.folder / run)
 
     def _states(self, run: str, counted: int, *, looking: bool = False) -> States[Any]:
         """The site's states, at the round that the server counted last; if that one is not there, nothing else will do."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jinja2
 
+from fedbayes import files
 from fedbayes.algorithms import REGISTRY, find
 from fedbayes.errors import UserError
 
@@ -31,9 +32,8 @@ def write_project(folder: Path, algorithm: str, sites: int, rounds: int) -> list
     }
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "project")
     templates = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
-    files = {path: templates.get_template(f"{Path(path).name}.jinja").render(values) for path in FILES}
-    files["federation/__init__.py"] = ""
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    return [folder / path for path in files]
+    texts = {path: templates.get_template(f"{Path(path).name}.jinja").render(values) for path in FILES}
+    texts["federation/__init__.py"] = ""
+    for path, text in texts.items():
+        files.write(files.make_folder((folder / path).parent) / Path(path).name, text.encode())
+    return [folder / path for path in texts]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbayes import files
 from fedbayes.errors import UserError
 
 DAYS = 365
 """How long a certificate is good for."""
+SECRET = 0o600
+"""The mode of a file that only its owner may read."""
 
 
 def make_certificates(folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1"), days: int = DAYS) -> None:
     """ca.crt, which every site gets, and server.pem and server.key, which the server keeps."""
     x509, hashes, serialization, ec = _cryptography()
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)
     ca_key, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
 
@@ -35,31 +37,24 @@ def make_certificates(folder: Path, hosts: Sequence[str] = ("localhost", "127.0.
     names = x509.SubjectAlternativeName([_alternative(x509, host) for host in hosts])
     server = builder(hosts[0], key.public_key()).add_extension(names, critical=False)
     pem = serialization.Encoding.PEM
-    (folder / "ca.crt").write_bytes(ca.sign(ca_key, hashes.SHA384()).public_bytes(pem))
-    (folder / "server.pem").write_bytes(server.sign(ca_key, hashes.SHA384()).public_bytes(pem))
-    _secret(folder / "server.key", _private(serialization, key, serialization.PrivateFormat.PKCS8))
+    files.write(folder / "ca.crt", ca.sign(ca_key, hashes.SHA384()).public_bytes(pem))
+    files.write(folder / "server.pem", server.sign(ca_key, hashes.SHA384()).public_bytes(pem))
+    files.write(folder / "server.key", _private(serialization, key, serialization.PrivateFormat.PKCS8), SECRET)
 
 
 def make_key(path: Path) -> None:
     """A site's key pair: `path`, which stays at the site, and `path`.pub, which the server registers."""
     _, _, serialization, ec = _cryptography()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(path.parent)
     key = ec.generate_private_key(ec.SECP384R1())
-    _secret(path, _private(serialization, key, serialization.PrivateFormat.OpenSSH))
+    files.write(path, _private(serialization, key, serialization.PrivateFormat.OpenSSH), SECRET)
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    path.with_name(path.name + ".pub").write_bytes(public + b"\n")
+    files.write(path.with_name(path.name + ".pub"), public + b"\n")
 
 
 def _private(serialization: Any, key: Any, form: Any) -> bytes:
     content: bytes = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     return content
-
-
-def _secret(path: Path, content: bytes) -> None:
-    """Write what only its owner may read."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _alternative(x509: Any, host: str) -> Any:

@@ -11,12 +11,12 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
 
-from fedbayes import trees
+from fedbayes import files, trees
 from fedbayes.errors import UserError
 
 Local = TypeVar("Local")
@@ -32,13 +32,14 @@ class States(Generic[Local]):
         self._record = self._size + 4 if self._size else 0  # and a checksum
         self._count = count
         self._committed = 0
+        self._where = folder or Path(tempfile.gettempdir())
         self._new = folder
         """Where files were made whose names may not be on the disk yet."""
         if folder is None:
             self._states, self._tags = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._states, self._tags = _open(folder / "states.bin"), _open(folder / "rounds.bin")
+            files.make_folder(folder)
+            self._states, self._tags = (files.open_records(folder / name) for name in ("states.bin", "rounds.bin"))
         content = os.pread(self._tags.fileno(), count * 8, 0)
         written = np.frombuffer(content[: len(content) // 4 * 4], np.int32)
         self._rounds = np.zeros((count, 2), np.int32)
@@ -51,9 +52,10 @@ class States(Generic[Local]):
         With `looking`, in memory alone: the files keep what is later.
         """
         self._committed = round
-        self._rounds[self._rounds > round] = 0
-        if not looking:
-            _write(self._tags.fileno(), self._rounds.tobytes(), 0)
+        later = self._rounds > round
+        self._rounds[later] = 0
+        if later.any() and not looking:
+            files.write_at(self._tags.fileno(), self._rounds.tobytes(), 0, self._where)
         self._newest = np.argmax(self._rounds, axis=1).astype(np.int32)
 
     def commit(self, round: int) -> int:
@@ -70,12 +72,13 @@ class States(Generic[Local]):
 
     def sync(self) -> None:
         """Put what was written on the disk; the checkpoint stays where it is."""
-        os.fsync(self._states.fileno())
-        os.fsync(self._tags.fileno())
-        if self._new is not None:
-            sync_folder(self._new)
-            sync_folder(self._new.parent)
-            self._new = None
+        with files.writing(self._where):
+            os.fsync(self._states.fileno())
+            os.fsync(self._tags.fileno())
+            if self._new is not None:
+                files.sync(self._new)
+                files.sync(self._new.parent)
+                self._new = None
 
     def get(self, ids: np.ndarray, slots: int | None = None) -> Local:
         """The states of some clients, stacked, padded with `fresh` to `slots` of them."""
@@ -84,12 +87,9 @@ class States(Generic[Local]):
         if self._record:
             for place, client in enumerate(ids):
                 slot = self._newest[client]
-                if self._rounds[client, slot]:
+                if round := self._rounds[client, slot]:
                     record = os.pread(self._states.fileno(), self._record, self._offset(client, slot))
-                    if (
-                        len(record) != self._record
-                        or zlib.crc32(record[: self._size]).to_bytes(4, "little") != record[self._size :]
-                    ):
+                    if len(record) != self._record or record[self._size :] != _crc(client, round, record[: self._size]):
                         raise UserError(
                             f"the state of client number {client} is damaged or missing; --force starts the run over"
                         )
@@ -110,9 +110,10 @@ class States(Generic[Local]):
                 slot = 1 - slot
             # The tag goes first: a record that is half written belongs to a round that no checkpoint has.
             tag = np.int32(round).tobytes()
-            _write(self._tags.fileno(), tag, (client * 2 + slot) * 4)
+            files.write_at(self._tags.fileno(), tag, (client * 2 + slot) * 4, self._where)
             record = b"".join(np.ascontiguousarray(leaf[place]).tobytes() for leaf in leaves)
-            _write(self._states.fileno(), record + zlib.crc32(record).to_bytes(4, "little"), self._offset(client, slot))
+            record += _crc(client, round, record)
+            files.write_at(self._states.fileno(), record, self._offset(client, slot), self._where)
             self._rounds[client, slot] = round
             self._newest[client] = slot
 
@@ -137,23 +138,6 @@ class States(Generic[Local]):
                 file.close()
 
 
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: Path) -> Any:
-    return open(path, "r+b" if path.exists() else "w+b", buffering=0)  # closed in States.__del__
-
-
-def _write(file: int, content: bytes, offset: int) -> None:
-    try:
-        done = os.pwrite(file, content, offset)
-    except OSError as problem:
-        raise UserError(f"the clients' states cannot be written: {problem.strerror}; free some space and resume") from None
-    if done != len(content):
-        raise UserError("the clients' states cannot be written: the disk is full; free some space and resume")
+def _crc(client: int, round: int, record: bytes) -> bytes:
+    """Of a record and of its tag: a record is that of one client after one round, or damaged."""
+    return zlib.crc32(record, zlib.crc32(np.array([client, round], np.int32).tobytes())).to_bytes(4, "little")

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from fedbayes.data import Clients
 from fedbayes.data.describe import Facts, facts
 from fedbayes.errors import UserError
+from fedbayes.results.pictures import save_figure
 
 NAMED = 40
 """Up to so many clients have a line with their name; more are sorted by their most frequent label."""
@@ -41,8 +42,8 @@ def label_distribution(clients: Clients, path: Path | str) -> Path:
     try:
         # Text stays text in an .svg; without a date and with a fixed salt the same clients give the same file.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedbayes"}):
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except (OSError, ValueError) as error:
+            save_figure(figure, path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except ValueError as error:
         raise UserError(f"cannot write the picture {path} ({error}); give a path that ends in .svg, .png or .pdf") from error
     return path
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedbayes import __version__
+from fedbayes import __version__, files
 from fedbayes.errors import UserError
 from fedbayes.report import blocks, compared, predictions, sections, structured
 from fedbayes.report.records import Record, find, load
-from fedbayes.results.folder import write
 
 
 def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -19,10 +18,7 @@ def report(paths: Sequence[Path | str], out: Path | str | None = None) -> Path:
     if target.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"out is {target}, but a page ends in .html; give a file such as report.html")
     text = single(records[0]) if len(records) == 1 else several(records)
-    try:
-        write(target, text.encode())
-    except OSError as problem:
-        raise UserError(f"cannot write {target}: {problem.strerror}; choose another file with --out") from None
+    files.write(target, text.encode())
     return target
 
 

@@ -6,7 +6,6 @@ A file that is missing or damaged costs its part of the page, and a sentence the
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from fedbayes import wire
+from fedbayes import files, wire
 from fedbayes.data.describe import Facts
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.score import Score, about_numbers
-from fedbayes.results.folder import read_json, read_scores
+from fedbayes.results.folder import reaches_end, read_scores
 
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
@@ -152,8 +151,8 @@ def _config(folder: Path) -> dict[str, Any] | None:
     """What was run; a deployed server says it in result.json alone."""
     for name in ("config.json", "result.json"):
         if (folder / name).is_file():
-            found = read_json(folder / name)
-            fine = isinstance(found, dict) and isinstance(found.get("algorithm"), str) and isinstance(found.get("rounds"), int)
+            found = files.read_json(folder / name)
+            fine = isinstance(found.get("algorithm"), str) and isinstance(found.get("rounds"), int)
             return found if fine else None
     return None
 
@@ -167,8 +166,8 @@ def _read_result(record: Record) -> None:
         )
         return
     try:
-        found = read_json(path)
-        if not isinstance(found, dict) or not ("metrics" in found or _has_posterior(found) or "sites" in found):
+        found = files.read_json(path)
+        if not ("metrics" in found or _has_posterior(found) or "sites" in found):
             raise UserError(f"{path} holds no result; it is damaged")
         record.result = found
     except UserError as problem:
@@ -189,7 +188,10 @@ def _has_posterior(result: dict[str, Any]) -> bool:
 
 
 def _read_metrics(record: Record) -> None:
-    for entry in _lines(record, "metrics.jsonl"):
+    path, entries = record.folder / "metrics.jsonl", _lines(record, "metrics.jsonl")
+    if record.result is not None and path.exists() and not reaches_end(entries, record.config):
+        record.notes.append(f"{path} does not reach the run's end; some of its lines are lost.")
+    for entry in entries:
         if not isinstance(entry.get("round"), int):
             continue
         if "evaluation" in entry:
@@ -202,18 +204,8 @@ def _read_metrics(record: Record) -> None:
 
 def _lines(record: Record, name: str) -> list[dict[str, Any]]:
     """The lines of a .jsonl file that can be read."""
-    path, found, bad = record.folder / name, [], 0
-    if not path.exists():
-        return []
-    for line in path.read_bytes().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            found.append(entry)
-        else:
-            bad += 1
+    path = record.folder / name
+    found, bad = files.read_lines(path)
     if bad:
         record.notes.append(f"{bad} of {bad + len(found)} lines of {path} cannot be read; the page leaves them out.")
     return found
@@ -224,7 +216,7 @@ def _read_scores(record: Record) -> None:
     if not path.exists() or record.result is None:
         return
     try:
-        record.scores = read_scores(record.folder, modes, int(record.about_data["clients"]))
+        record.scores = read_scores(record.folder, modes, int(record.about_data["clients"]), record.result.get("schema", 1))
     except (UserError, KeyError, ValueError, TypeError) as problem:
         record.notes.append(f"The page has no figures of single clients: {problem}.")
 
@@ -234,7 +226,7 @@ def _read_about(record: Record) -> None:
     if not path.exists():
         return
     try:
-        found = read_json(path)
+        found = files.read_json(path)
         for message in found["messages"]:
             leaves = [wire.Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in message["leaves"]]
             sum(leaf.bytes for leaf in leaves)  # shapes and types that are none are found here
@@ -267,12 +259,12 @@ def _command(record: Record) -> str | None:
     """What to type to run it again, into a folder of its own."""
     path = record.folder / "command.json"
     try:
-        found = read_json(path) if path.exists() else {}
+        found = files.read_json(path) if path.exists() else {}
     except UserError as problem:
         record.notes.append(f"{problem}.")
         return None
     for command in ("run", "fit"):
-        words = found.get(command) if isinstance(found, dict) else None
+        words = found.get(command)
         if isinstance(words, list) and words:
             return shlex.join(["fedbayes", command, *again([str(word) for word in words], record.folder.name)])
     return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbayes import files
 from fedbayes.models.structured import numbers
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
@@ -63,6 +64,9 @@ def _inference_data(record: Record) -> tuple[Any, str]:
     path = record.folder / "posterior.nc"
     if not path.exists():
         return None, f"there is no {path}"
+    known = (record.result or {}).get("sha256", {})
+    if known and known.get("posterior.nc") != files.sha256(path):
+        return None, f"{path} does not match its checksum in result.json; it was changed or is damaged"
     try:
         found = quietly("arviz").from_netcdf(str(path), engine="h5netcdf")
         draws_of(found)

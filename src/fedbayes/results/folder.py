@@ -8,7 +8,7 @@
     about.json               what a page tells of the clients and of what is sent, without the data
     timing.jsonl             seconds of each part of the run; not the same from run to run
     shared.safetensors       the shared model, with the algorithm and the layout of rows: all that a newcomer needs
-    clients.json             who the clients were
+    members.json             who the clients were
     result.json              the figures; its presence says that the run is finished
 
 A run that is killed at any moment and resumed ends with the same bits as one that was not.
@@ -16,51 +16,42 @@ A run that is killed at any moment and resumed ends with the same bits as one th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 
-from fedbayes import wire
+from fedbayes import files, wire
 from fedbayes.algorithm import AnyNetwork
 from fedbayes.data.clients import Clients
 from fedbayes.data.describe import facts
 from fedbayes.engine.clients import Simulation
-from fedbayes.engine.local_state import sync_folder
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation, no_scores
 from fedbayes.evaluation.score import Score, about_numbers
+from fedbayes.files import SCHEMA as SCHEMA
 from fedbayes.models import Model
 from fedbayes.wire import provenance
 
-SCHEMA = 2
-"""Of result.json; it grows when a field changes its meaning."""
+log = logging.getLogger("fedbayes")
 MOST = 500_000
 """Clients times classes up to which about.json says who has which labels: a megabyte or two."""
-SHARED, MEMBERS = "shared.safetensors", "clients.json"
+SHARED, MEMBERS = "shared.safetensors", "members.json"
+AGAIN = "--force starts the run over"
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
-    *(
-        SHARED,
-        MEMBERS,
-        "posterior.nc",
-        "bound.png",
-        "posterior.png",
-        "about.json",
-        "timing.jsonl",
-        "command.json",
-        "report.html",
-    ),
+    *(SHARED, MEMBERS, "posterior.nc", "bound.png", "posterior.png", "about.json", "timing.jsonl", "command.json"),
+    "report.html",
 )
 
 
@@ -76,27 +67,53 @@ class Resumable(Protocol):
 
 
 class Run:
-    """The folder of one run."""
+    """The folder of one run, held against other processes until `close`; a finished run is read without that."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool = False, force: bool = False) -> None:
         self.folder, self.config = folder, json.loads(json.dumps(config))
-        self.finished, self.extended = False, 0
-        with writing(folder):
-            if force:
-                self._clear()
-            existing = (folder / "config.json").exists()
-            if existing and not resume:
-                done = (folder / "result.json").exists()
-                state = "a finished run" if done else "an unfinished run"
-                hint = "--force starts over" if done else "--resume continues it, --force starts over"
-                raise UserError(f"{folder} holds {state}; {hint}, or choose another folder")
-            if existing:
-                self._same_config()
-                self.finished = (folder / "result.json").exists()
-            else:
-                self._clear()
-                folder.mkdir(parents=True, exist_ok=True)
-                write(folder / "config.json", json.dumps(self.config, indent=2).encode())
+        self.finished, self.extended, self.lines = False, 0, 0
+        self._held: Callable[[], Any] | None = None
+        if force or not resume or not (folder / "result.json").exists():
+            self.hold()
+        try:
+            with files.writing(folder):
+                self._begin(resume, force)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, resume: bool, force: bool) -> None:
+        if force:
+            self._clear()
+        existing = (self.folder / "config.json").exists()
+        if existing and not resume:
+            done = (self.folder / "result.json").exists()
+            state = "a finished run" if done else "an unfinished run"
+            hint = "--force starts over" if done else "--resume continues it, --force starts over"
+            raise UserError(f"{self.folder} holds {state}; {hint}, or choose another folder")
+        if existing:
+            self._same_config()
+            self.finished = (self.folder / "result.json").exists()
+        else:
+            self._clear()
+            files.write_json(self.folder / "config.json", self.config)
+
+    def hold(self) -> None:
+        """Keep other processes out; the second gets a sentence."""
+        if self._held is None:
+            self._held = weakref.finalize(self, os.close, files.lock(self.folder))
+
+    def close(self) -> None:
+        """Let others in."""
+        if self._held is not None:
+            self._held()
+            self._held = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _clear(self) -> None:
         """Remove a run's files and nothing else; its config last, so that what is left is never taken for another run's."""
@@ -106,14 +123,15 @@ class Run:
 
     def _same_config(self) -> None:
         """Refuse a run with other settings; one that differs in a larger number of rounds alone is extended."""
-        there = read_json(self.folder / "config.json")
-        before, now = flat(there), flat(self.config)
+        there = files.read_json(self.folder / "config.json")
+        before, now = flat({**there, "schema": None}), flat({**self.config, "schema": None})
         different = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         if different == ["rounds"] and now["rounds"] > before["rounds"] and not now.get("average_last"):
+            self.hold()
             self.extended = before["rounds"]
             for name in ("result.json", "scores.safetensors", SHARED, "report.html"):
                 (self.folder / name).unlink(missing_ok=True)
-            write(self.folder / "config.json", json.dumps(self.config, indent=2).encode())
+            files.write_json(self.folder / "config.json", self.config)
         elif different:
             name, others = different[0], f" (and {len(different) - 1} more settings differ)" if len(different) > 1 else ""
             why = "; it depends on the number of rounds, so this run cannot be extended" if "rounds" in different else ""
@@ -124,8 +142,8 @@ class Run:
 
     def log(self, entry: dict[str, Any], name: str = "metrics.jsonl") -> None:
         """Append a line to metrics.jsonl, or to another such file."""
-        with writing(self.folder), open(self.folder / name, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self.lines += name == "metrics.jsonl"
+        files.append_line(self.folder / name, entry)
 
     def time(self, part: str, round: int, seconds: float, **more: int) -> None:
         """Log how long a part of the run took, apart from the metrics, which are the same whenever the run is repeated."""
@@ -133,57 +151,54 @@ class Run:
 
     def tell(self, about: dict[str, Any]) -> None:
         """Write what a page of the run needs and cannot know without the data."""
-        with writing(self.folder):
-            write(self.folder / "about.json", json.dumps(about, separators=(",", ":")).encode())
+        files.write_json(self.folder / "about.json", about, compact=True)
 
     def checkpoint(self, simulation: Resumable) -> None:
         """Write the server's state; the clients' states reach the disk before it."""
         started = time.perf_counter()
-        with writing(self.folder):
-            kept = simulation.local.commit(simulation.round)
-            state = jax.device_get(simulation.state)
-            metadata = {"round": simulation.round, "sha256": _digest(state), "local": kept}
-            write(self.folder / "checkpoint.safetensors", wire.pack(state, metadata))
+        metadata = {"round": simulation.round, "lines": self.lines, "local": simulation.local.commit(simulation.round)}
+        files.save(self.folder / "checkpoint.safetensors", jax.device_get(simulation.state), metadata)
         self.time("checkpoints", simulation.round, time.perf_counter() - started)
 
     def restore(self, simulation: Resumable) -> list[dict[str, Any]]:
-        """Put the simulation where the checkpoint is, if there is one; returns the history up to it."""
+        """Put the simulation where the checkpoint is, if there is one; returns the history up to it.
+
+        The history is not needed to go on, so damaged lines of it are a warning.
+        """
         path = self.folder / "checkpoint.safetensors"
         if not path.exists():
             simulation.local.restore(0, None)
-            with writing(self.folder):
+            with files.writing(self.folder):
                 (self.folder / "metrics.jsonl").unlink(missing_ok=True)
             return []
-        content = path.read_bytes()
-        what = f"the checkpoint {path}"
-        state = wire.unpack(content, jax.device_get(simulation.state), what)
-        metadata = wire.metadata(content)
-        if metadata.get("sha256") != _digest(state):
-            raise UserError(f"{what} does not match its checksum: it is damaged; --force starts the run over")
+        state, metadata = files.load(path, jax.device_get(simulation.state), "the checkpoint", AGAIN)
         simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.restore(simulation.round, metadata["local"])
-        history = read_history(self.folder)
-        if not self.finished:
-            last, end = simulation.round, self.config["rounds"]  # the evaluation at the end is made again
-            every = self.config.get("evaluate_every") or 0
-            if self.extended and not (every and self.extended % every == 0):
-                history = [entry for entry in history if not ("evaluation" in entry and entry["round"] == self.extended)]
-            history = [entry for entry in history if entry["round"] <= last and not ("evaluation" in entry and last == end)]
-            with writing(self.folder):
-                write(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in history).encode())
+        if self.finished:
+            return read_history(self.folder, self.config)
+        history, damaged = files.read_lines(path := self.folder / "metrics.jsonl")
+        last, every = simulation.round, self.config.get("evaluate_every") or 0
+        again = {self.config["rounds"]}  # an evaluation at the end is made again
+        if self.extended and not (every and self.extended % every == 0):
+            again.add(self.extended)
+        known = [(entry, entry.get("round", 0)) for entry in history]
+        history = [entry for entry, round in known if round <= last and not ("evaluation" in entry and round in again)]
+        files.write_lines(path, history)
+        if damaged or len(history) < metadata["lines"]:
+            log.warning("%s is damaged: %d of %d lines are left", path, len(history), metadata["lines"])
+        self.lines = len(history)
         return history
 
     def finish(self, result: dict[str, Any], evaluation: Evaluation | None = None) -> None:
         """Write the figures; after this the run is finished."""
-        with writing(self.folder):
-            if evaluation is not None:
-                write(self.folder / "scores.safetensors", wire.pack(evaluation.scores))
-            write(self.folder / "result.json", json.dumps(result, indent=2, allow_nan=False).encode())
+        if evaluation is not None:
+            files.save(self.folder / "scores.safetensors", evaluation.scores)
+        files.write_json(self.folder / "result.json", result, finite=True)
         self.finished = True
 
     def outcome(self, simulation: Simulation) -> tuple[dict[str, Any], Evaluation]:
         """The result and the scores of a finished run, from its files."""
-        result = read_json(self.folder / "result.json")
+        result = files.read_json(self.folder / "result.json", metrics=dict)
         scores = read_scores(self.folder, self.config["modes"], len(simulation.data))
         numeric = about_numbers(result["metrics"])
         return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
@@ -248,54 +263,24 @@ def describe_data(data: Clients) -> dict[str, Any]:
     }
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replace a file atomically: whoever reads it finds the old content or the new, also after a crash."""
-    with replacing(path) as file:
-        file.write(content)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    try:
-        write(path, json.dumps(content, indent=2).encode())
-    except OSError as problem:
-        raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends well, and leaves no trace when it does not."""
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    history = []
-    with contextlib.suppress(FileNotFoundError), open(folder / "metrics.jsonl") as file:
-        for line in file:
-            with contextlib.suppress(json.JSONDecodeError):  # a line that was being written when the run was killed
-                history.append(json.loads(line))
+def read_history(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines of a finished run's metrics.jsonl; nothing needs them to go on, so damaged ones are a warning."""
+    history, damaged = files.read_lines(path := folder / "metrics.jsonl")
+    if damaged or not reaches_end(history, config):
+        log.warning("%s is damaged: %d lines are left", path, len(history))
     return history
 
 
-def read_scores(folder: Path, modes: Sequence[str], clients: int) -> dict[str, Score]:
+def reaches_end(history: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> bool:
+    """Whether the last line is that of a run's end: of its last round or, over clients, of the evaluation after it."""
+    last = history[-1] if history else {}
+    return last.get("round") == config["rounds"] and ("modes" not in config or "evaluation" in last)
+
+
+def read_scores(folder: Path, modes: Sequence[str], clients: int, schema: int = SCHEMA) -> dict[str, Score]:
     """Each client's score in each mode, in the order of the modes."""
-    path = folder / "scores.safetensors"
-    try:
-        content = path.read_bytes()
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read ({problem.strerror}); --force starts the run over") from None
-    found = wire.unpack(content, {mode: no_scores(clients) for mode in modes}, f"the scores {path}", finite=True)
+    path, template = folder / "scores.safetensors", {mode: no_scores(clients) for mode in modes}
+    found, _ = files.load(path, template, "the scores", AGAIN, finite=True, unchecked=schema == 1)
     return {mode: found[mode] for mode in modes}
 
 
@@ -311,72 +296,6 @@ def flat(content: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def upgraded(content: Any) -> Any:
-    """A table of schema 1 as schema 2 has it: evaluation modes were stances.
-
-    >>> upgraded({"schema": 1, "stances": ["global"]})
-    {'schema': 2, 'modes': ['global']}
-    """
-    if not isinstance(content, dict) or not content.keys() & {"stance", "stances"}:
-        return content
-    renamed = {{"stance": "mode", "stances": "modes"}.get(name, name): value for name, value in content.items()}
-    return renamed | ({"schema": SCHEMA} if "schema" in content else {})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of one of a run's JSON files, as the present schema has it."""
-    try:
-        return upgraded(json.loads(path.read_text()))
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{path} cannot be read ({problem}); it is damaged or not a file of a run") from None
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """An error of the disk, such as one that is full, becomes a sentence."""
-    try:
-        yield
-    except OSError as problem:
-        raise UserError(
-            f"cannot write to {folder}: {problem.strerror}; what was written before is intact, "
-            "so make room or choose another folder"
-        ) from None
-
-
-def _digest(state: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(state):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-@contextlib.contextmanager
-def locked(folder: Path, who: str = "", wait: float = 0.0) -> Iterator[int]:
-    """Nobody else in a folder meanwhile; gives the open file that holds it, which a child may inherit to hold it too.
-
-    `wait` is how many seconds another one has to be gone.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        end = time.monotonic() + wait
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    whose = f"{who}: " if who else ""
-                    raise UserError(
-                        f"{whose}another process is working in {folder}; wait for it, or choose another folder"
-                    ) from None
-                time.sleep(0.05)
-        yield file
-    finally:
-        os.close(file)

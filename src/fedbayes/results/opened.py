@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
-from fedbayes import wire
+from fedbayes import files
 from fedbayes.algorithm import AnyNetwork, AnyStructured
 from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
@@ -20,7 +18,7 @@ from fedbayes.evaluation.score import about_numbers
 from fedbayes.models import Model
 from fedbayes.results import serialise
 from fedbayes.results.fit import Fit, Members
-from fedbayes.results.folder import MEMBERS, SHARED, read_history, read_json, read_scores, write, writing
+from fedbayes.results.folder import AGAIN, MEMBERS, SHARED, read_history, read_scores
 from fedbayes.results.posterior import Posterior
 from fedbayes.results.structured_fit import SiloFit, fit_silos
 
@@ -34,12 +32,11 @@ def keep(fit: Fit, folder: Path) -> None:
         "rows": np.asarray(members.counts).tolist(),
         "local": members.states.digest(),
     }
-    with writing(folder):
-        write(folder / MEMBERS, json.dumps(about, separators=(",", ":")).encode())
-        try:
-            fit.shared.save(folder / SHARED)
-        except UserError as problem:
-            warnings.warn(f"{folder} can be opened with its clients' rows alone: {problem}", stacklevel=3)
+    files.write_json(folder / MEMBERS, about, compact=True)
+    try:
+        fit.shared.save(folder / SHARED)
+    except UserError as problem:
+        warnings.warn(f"{folder} can be opened with its clients' rows alone: {problem}", stacklevel=3)
 
 
 def open(
@@ -70,15 +67,16 @@ def open(
     folder = Path(folder)
     if not (folder / "result.json").is_file():
         raise UserError(f"{folder} holds no finished run; give the folder that simulate or fedbayes run was given")
-    result, history = read_json(folder / "result.json"), read_history(folder)
+    result = files.read_json(folder / "result.json", rounds=int, data=dict)
+    history = read_history(folder, result)
     if "posterior" in result:
         return _structured(folder, result, history, algorithm, silos)
     if not (folder / SHARED).is_file():
         raise UserError(
             f"{folder} has no {SHARED}: an older version wrote it, or its algorithm is code of your own; run it anew"
         )
+    about = files.read_json(folder / MEMBERS, names=list, unseen=list, rows=list)
     shared = Posterior.load(folder / SHARED, model=model, algorithm=algorithm)  # type: ignore[arg-type]
-    about = read_json(folder / MEMBERS)
     unseen = np.isin(np.arange(len(about["names"])), about["unseen"])
     states: States[Any] = States(shared.local, len(unseen), folder / "local")
     states.restore(result["rounds"], about["local"], looking=True)
@@ -98,7 +96,7 @@ def _structured(folder: Path, result: dict[str, Any], history: list[dict[str, An
         options = {name: result[name] for name in ("cohort", "in_turn", "seed")}
         more = {"file": result["file"]} if "file" in result else {}
         return fit_silos(algorithm, silos, result["rounds"], **options, folder=folder, resume=True, config=more)
-    content = (folder / SHARED).read_bytes()
-    shared = serialise.unflatten(wire.metadata(content)["shared"], safetensors.numpy.load(content))
+    arrays, about = files.read_arrays(folder / SHARED, "the shared model", AGAIN)
+    shared = serialise.unflatten(about["shared"], arrays)
     planned = algorithm.planned(result["rounds"], silos=len(result["data"]["silos"]))
     return SiloFit(planned, shared, tuple(result["data"]["silos"]), result, history)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from fedbayes import files
 from fedbayes.models.structured import numbers
 
 MOST = 24
@@ -18,11 +19,21 @@ COLOURS = ("#1f4e79", "#c0504d", "#7f7f7f", "#4f9d69", "#8064a2", "#e08e2b")
 
 def write_pictures(fit: Any, folder: Path) -> None:
     """bound.png, posterior.png and posterior.nc in the folder of a run."""
-    bound_figure(fit).savefig(folder / "bound.png", dpi=120)
+    save_figure(bound_figure(fit), folder / "bound.png", dpi=120)
     named = [(name, value) for name, value in numbers(fit.draws(4000)) if value.std() > 0]
     if named:
-        marginals({"posterior": dict(named[:MOST])}).savefig(folder / "posterior.png", dpi=120)
-    fit.posterior(2000).to_netcdf(str(folder / "posterior.nc"), engine="h5netcdf")
+        save_figure(marginals({"posterior": dict(named[:MOST])}), folder / "posterior.png", dpi=120)
+    draws = fit.posterior(2000)
+    for group in draws.groups():
+        del draws[group].attrs["created_at"]  # a run that is repeated leaves the same bits
+    with files.replacing(folder / "posterior.nc") as part:
+        draws.to_netcdf(str(part), engine="h5netcdf")
+
+
+def save_figure(figure: Figure, path: Path, **options: Any) -> None:
+    """Write a picture in the format that its name says."""
+    with files.replacing(path) as part:
+        figure.savefig(part, format=path.suffix[1:], **options)
 
 
 def bound_figure(fit: Any) -> Figure:

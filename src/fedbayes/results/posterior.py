@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +19,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes import __version__, wire
+from fedbayes import __version__, files, wire
 from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Layout
@@ -31,7 +29,6 @@ from fedbayes.evaluation import assess
 from fedbayes.models import Model
 from fedbayes.models.predictive import Uncertainty, is_numeric, predictive, quantile, uncertainty
 from fedbayes.results import serialise
-from fedbayes.results.folder import write
 from fedbayes.sheets import listing
 
 if TYPE_CHECKING:
@@ -244,8 +241,7 @@ class Posterior:
             "key": {"implementation": str(jax.random.key_impl(self.key)), "data": jax.random.key_data(self.key).tolist()},
             "made": self.made,
         }
-        about = json.loads(json.dumps(about))  # as it will be read
-        content = wire.pack(arrays, {**about, "sha256": _digest(about, arrays)})
+        content = files.pack(arrays, about)
         own = "algorithm" in algorithm
         # Read before it is written: a file that cannot be read again would be a loss that is found too late.
         _read(
@@ -254,10 +250,7 @@ class Posterior:
             model=self.algorithm.model if serialise.needs_model(algorithm) else None,
             algorithm=self.algorithm if own else None,
         )
-        try:
-            write(path, content)
-        except OSError as problem:
-            raise UserError(f"cannot write {path}: {problem.strerror}; choose another file") from None
+        files.write(path, content)
 
     @classmethod
     def load(cls, path: Path | str, *, model: Model | None = None, algorithm: AnyNetwork | None = None) -> Posterior:
@@ -352,7 +345,7 @@ def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork
             f"{where} has schema {about.get('schema')} (of fedbayes {about.get('fedbayes')}), but this version reads schema "
             f"{SCHEMA}; {advice}"
         )
-    if about.pop("sha256", None) != _digest(about, arrays):
+    if about.pop("sha256", None) != files.digest(about, arrays):
         raise UserError(f"{where} does not match its checksum: some of its bytes were changed; copy it again or make it again")
     try:
         found = _built(about, arrays, model, algorithm)
@@ -400,11 +393,3 @@ def _built(
         ),
         about["made"],
     )
-
-
-def _digest(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
-    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from fedbayes.engine.round import round_count
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
 from fedbayes.results.fit import Fit
-from fedbayes.results.folder import SCHEMA, Run, about, describe, describe_data, fingerprint
+from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe, describe_data, fingerprint
 from fedbayes.results.loop import listening, run_rounds
 from fedbayes.results.opened import keep
 from fedbayes.results.structured_fit import SiloFit, fit_silos
@@ -133,54 +134,57 @@ def simulate_clients(
     wire.check(leaves)
     simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients)
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
-    history: list[dict[str, Any]] = []
-    if run is not None:
-        simulation.local = States(simulation.fresh, len(data), run.folder / "local")
-        history = run.restore(simulation)
-        if run.finished:
-            result, evaluation = run.outcome(simulation)
-            return Fit.of(simulation, evaluation, result, history)
-        run.tell(about([(simulation.cohort, leaves)], data))
-
-    listeners = listening(callbacks)
-
-    def assessed() -> Evaluation:
-        started = time.perf_counter()
-        evaluation = assess(simulation, modes)
+    with run or contextlib.nullcontext():
+        history: list[dict[str, Any]] = []
         if run is not None:
-            run.time("evaluation", simulation.round, time.perf_counter() - started)
-        return evaluation
+            simulation.local = States(simulation.fresh, len(data), run.folder / "local")
+            history = run.restore(simulation)
+            if run.finished:
+                result, evaluation = run.outcome(simulation)
+                return Fit.of(simulation, evaluation, result, history)
+            run.tell(about([(simulation.cohort, leaves)], data))
 
-    def record(entry: dict[str, Any]) -> None:
-        history.append(entry)
+        listeners = listening(callbacks)
+
+        def assessed() -> Evaluation:
+            started = time.perf_counter()
+            evaluation = assess(simulation, modes)
+            if run is not None:
+                run.time("evaluation", simulation.round, time.perf_counter() - started)
+            return evaluation
+
+        def record(entry: dict[str, Any]) -> None:
+            history.append(entry)
+            if run is not None:
+                run.log(entry)
+            if "evaluation" in entry:
+                for one in listeners:
+                    one.evaluated(entry["round"], entry["evaluation"])
+
+        def evaluate(round: int) -> None:
+            wanted = (evaluate_every and round % evaluate_every == 0) or round > rounds - average_last
+            if wanted and round < rounds:
+                record({"round": round, "evaluation": assessed().summary()})
+
+        for one in listeners:
+            one.started(settings)
+        run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=evaluate)
+        evaluation = assessed()
+        figures = evaluation.summary()
+        record({"round": rounds, "evaluation": figures})
+        result = {"schema": SCHEMA, **settings, "metrics": figures}
+        if average_last:
+            recent = [one["evaluation"] for one in history if "evaluation" in one and one["round"] > rounds - average_last]
+            if len(recent) < average_last:
+                raise UserError(f"metrics.jsonl lacks evaluations of the last {average_last} rounds; {AGAIN}")
+            result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
+        fit = Fit.of(simulation, evaluation, result, history)
         if run is not None:
-            run.log(entry)
-        if "evaluation" in entry:
-            for one in listeners:
-                one.evaluated(entry["round"], entry["evaluation"])
-
-    def evaluate(round: int) -> None:
-        wanted = (evaluate_every and round % evaluate_every == 0) or round > rounds - average_last
-        if wanted and round < rounds:
-            record({"round": round, "evaluation": assessed().summary()})
-
-    for one in listeners:
-        one.started(settings)
-    run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=evaluate)
-    evaluation = assessed()
-    figures = evaluation.summary()
-    record({"round": rounds, "evaluation": figures})
-    result = {"schema": SCHEMA, **settings, "metrics": figures}
-    if average_last:
-        recent = [entry["evaluation"] for entry in history if "evaluation" in entry and entry["round"] > rounds - average_last]
-        result["average"] = jax.tree.map(lambda *values: float(np.mean(values)), *recent)
-    fit = Fit.of(simulation, evaluation, result, history)
-    if run is not None:
-        keep(fit, run.folder)
-        run.finish(result, evaluation)
-    for one in listeners:
-        one.finished(result)
-    return fit
+            keep(fit, run.folder)
+            run.finish(result, evaluation)
+        for one in listeners:
+            one.finished(result)
+        return fit
 
 
 def check_reads(algorithm: AnyNetwork, data: Clients) -> None:

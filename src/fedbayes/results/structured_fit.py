@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbayes import __version__, trees, wire
+from fedbayes import __version__, files, trees, wire
 from fedbayes.algorithm import AnyStructured
 from fedbayes.engine import keys, silo_programs
 from fedbayes.engine.round import round_count
@@ -28,7 +29,7 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.folder import SCHEMA, SHARED, Run, about, describe, read_json, write
+from fedbayes.results.folder import SCHEMA, SHARED, Run, about, describe
 from fedbayes.results.loop import listening, run_rounds
 from fedbayes.results.pictures import write_pictures
 from fedbayes.results.structured_text import HEADINGS, rows, table, verdict
@@ -273,51 +274,53 @@ def fit_silos(
         **(config or {}),
     }
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
-    history: list[dict[str, Any]] = []
-    if run is not None:
-        simulation.local = SiloStates(simulation, run.folder / "local")
-        history = run.restore(simulation)
-        if not run.finished:
-            run.tell(about(messages))
-    listeners, saved = listening(callbacks), time.perf_counter()
-
-    def record(entry: dict[str, Any]) -> None:
-        history.append(entry)
+    with run or contextlib.nullcontext():
+        history: list[dict[str, Any]] = []
         if run is not None:
-            run.log(entry)
+            simulation.local = SiloStates(simulation, run.folder / "local")
+            history = run.restore(simulation)
+            if not run.finished:
+                run.tell(about(messages))
+        listeners, saved = listening(callbacks), time.perf_counter()
 
-    def due(round: int) -> bool:
-        nonlocal saved
-        if time.perf_counter() - saved < CHECKPOINT:
-            return False
-        saved = time.perf_counter()
-        return True
+        def record(entry: dict[str, Any]) -> None:
+            history.append(entry)
+            if run is not None:
+                run.log(entry)
 
-    if run is None or not run.finished:
+        def due(round: int) -> bool:
+            nonlocal saved
+            if time.perf_counter() - saved < CHECKPOINT:
+                return False
+            saved = time.perf_counter()
+            return True
+
+        if run is None or not run.finished:
+            for one in listeners:
+                one.started(settings)
+        run_rounds(simulation, rounds, record, run, listeners, window=max(1, rounds // WINDOWS), due=due)
+        fit = SiloFit.of(simulation, settings, history)
+        if run is not None and run.finished:
+            fit.result = files.read_json(run.folder / "result.json", posterior=dict)
+            return fit
+        began = time.perf_counter()
+        fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
+        if run is not None:
+            keep_shared(fit, run.folder)
+            write_pictures(fit, run.folder)
+            fit.result["sha256"] = {"posterior.nc": files.sha256(run.folder / "posterior.nc")}
+            run.time("posterior", simulation.round, time.perf_counter() - began)
+            run.finish(fit.result)
         for one in listeners:
-            one.started(settings)
-    run_rounds(simulation, rounds, record, run, listeners, window=max(1, rounds // WINDOWS), due=due)
-    fit = SiloFit.of(simulation, settings, history)
-    if run is not None and run.finished:
-        fit.result = read_json(run.folder / "result.json")
+            one.finished(fit.result)
         return fit
-    began = time.perf_counter()
-    fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
-    if run is not None:
-        keep_shared(fit, run.folder)
-        write_pictures(fit, run.folder)
-        run.time("posterior", simulation.round, time.perf_counter() - began)
-        run.finish(fit.result)
-    for one in listeners:
-        one.finished(fit.result)
-    return fit
 
 
 def keep_shared(fit: SiloFit, folder: Path) -> None:
     """Write η_G and θ to a run's folder."""
     arrays: dict[str, np.ndarray] = {}
     form = serialise.flatten(fit.shared, "shared", arrays)
-    write(folder / SHARED, wire.pack(arrays, {"shared": form, "silos": list(fit.names)}))
+    files.save(folder / SHARED, arrays, {"shared": form, "silos": list(fit.names)})
 
 
 def _figures(fit: SiloFit) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from fedbayes import files
 from fedbayes.data import Clients
 from fedbayes.errors import UserError
-from fedbayes.results.folder import locked, write_json
 from fedbayes.results.loop import stop_after_round
 from fedbayes.results.simulate import simulate
 from fedbayes.results.trackers import tracker
@@ -91,7 +91,7 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
         config=config,
     )
     if job.validation is None:
-        write_json(folder / "command.json", {"run": as_run(job, algorithm)})
+        files.write_json(folder / "command.json", {"run": as_run(job, algorithm)})
     return Done([bool(one) for one in fit.evaluation.unseen], fit.evaluation.numeric)
 
 
@@ -238,7 +238,7 @@ _locks: list[int] = []
 @contextlib.contextmanager
 def alone(folder: Path, wait: float = 10.0) -> Iterator[None]:
     """Hold a folder against others that would write the same runs; a worker whose parent was just killed has time to end."""
-    with locked(folder, wait=wait) as file:
+    with files.locked(folder, wait=wait) as file:
         _locks.append(file)
         try:
             yield

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedbayes import files
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import Difference, best, differences, winners
-from fedbayes.results.folder import read_json, read_scores
+from fedbayes.results.folder import read_scores
 from fedbayes.study.crew import Done, Progress, Task, perform_all, usual_processes
 from fedbayes.study.study import Job, Study
 
@@ -140,7 +141,7 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
         own = job.settings[len(study.methods[job.method].settings) :]
         score, where = None, None
         if end.failure is None:
-            found = read_json(out / job.place / "result.json")["metrics"]
+            found = files.read_json(out / job.place / "result.json", metrics=dict)["metrics"]
             scores = {
                 name: groups["participating"].get(figure, {}).get("rows")
                 for name, groups in found.items()
@@ -161,5 +162,7 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
 
 def read_run(folder: Path, end: Done) -> tuple[dict[str, Any], Evaluation]:
     """The result and the clients' scores of a finished run."""
-    result, unseen = read_json(folder / "result.json"), np.array(end.unseen, bool)
-    return result, Evaluation(result["rounds"], read_scores(folder, result["modes"], len(unseen)), unseen, end.numeric)
+    result, unseen = files.read_json(folder / "result.json", rounds=int, modes=list), np.array(end.unseen, bool)
+    return result, Evaluation(
+        result["rounds"], read_scores(folder, result["modes"], len(unseen), result["schema"]), unseen, end.numeric
+    )

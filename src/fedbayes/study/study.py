@@ -23,7 +23,7 @@ from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation.assess import MODES
 from fedbayes.evaluation.differences import LOWER_IS_BETTER
 from fedbayes.evaluation.score import HIGHER_IS_BETTER
-from fedbayes.results.folder import upgraded
+from fedbayes.files import upgraded
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 
 Grid = dict[str, list[Any]]
