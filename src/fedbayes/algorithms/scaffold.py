@@ -16,7 +16,7 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,17 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Server(NamedTuple):
-    """The model x, the control variate c, and the number of rounds behind them."""
+    """The model x, the control variate c, the number of rounds behind them, and the state of the server's optimiser if any."""
 
     x: Params
     c: Params
     round: Int[Array, ""]
+    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -71,14 +73,14 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
 
     model: Model
     """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    server_lr: float = 1.0
-    """Step size η_g of the server."""
     train: Training = Training(epochs=1, batch=50, lr=0.1)
     """A client's round, by plain SGD: c_i is the mean of its gradients."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
     N: int | None = fact("clients")
     """How many clients may train; by default those of the run."""
+    server_step: ServerStep = ServerStep()
+    """The server's optimiser; its `lr` is η_g."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,8 +90,8 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """x at random, c = 0."""
-        x = self.model.init(key)
-        return Server(x, trees.zeros(x), jnp.int32(0))
+        x, start, optimiser = self.server_step.start(self.model.init(key))
+        return Server(x, trees.zeros(x), start, optimiser)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """c_i = 0."""
@@ -114,8 +116,9 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
             raise UserError(
                 "SCAFFOLD's server needs the number of clients; give N, or call algorithm.planned(rounds, clients=…)"
             )
-        x = jax.tree.map(lambda x, step: x + self.server_lr * step, server.x, up.step)
-        return Server(x, jax.tree.map(lambda c, change: c + change / self.N, server.c, up.change), server.round + 1)
+        mean = jax.tree.map(jnp.add, server.x, up.step)
+        x, number, optimiser = self.server_step.next(server.x, server.round, server.optimiser, mean)
+        return Server(x, jax.tree.map(lambda c, change: c + change / self.N, server.c, up.change), number, optimiser)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of x, without control variates."""
