@@ -244,7 +244,7 @@ def test_flax_modules_that_are_no_model(module, shape, message):
         models.from_flax(module, Categorical(3), shape=shape)
 
 
-@pytest.mark.parametrize("foreign", ["mlp", linen.Dense(3), equinox.nn.Linear(4, 3, key=KEY), None, jnp.tanh], ids=repr)
+@pytest.mark.parametrize("foreign", ["mlp", linen.Dense(3), equinox.nn.Linear(4, 3, key=KEY), None, jnp.tanh])
 @pytest.mark.parametrize("make", [fb.FedAvg, fb.FedVI, fb.BPFed, fb.FedHBNIW])
 def test_what_is_no_model_is_refused_when_the_algorithm_is_made(make, foreign):
     given = "'mlp'" if foreign == "mlp" else type(foreign).__name__

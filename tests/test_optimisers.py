@@ -80,7 +80,6 @@ def test_the_usual_optimisers_have_names():
         ({"optimiser": "lion", "clip": 0.5}, lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.lion(0.1))),
         ({"optimiser": optax.noisy_sgd(0.02, key=1), "momentum": 0.9}, lambda: optax.noisy_sgd(0.02, key=1)),
     ],
-    ids=str,
 )
 def test_settings_reach_the_optimiser(settings, expected, clients):
     assert_close(descended(Training(**settings), clients), by_optax(expected()), 1e-6)
@@ -108,7 +107,6 @@ def test_the_decay_of_a_run_scales_a_transformation():
         (optax.adam, "but it is a name, such as adamw, or a GradientTransformation"),
         (None, "the optimiser is None, but"),
     ],
-    ids=str,
 )
 def test_no_optimiser_is_refused_when_it_is_made(make, optimiser, message):
     with pytest.raises(fb.UserError, match=message):
@@ -235,13 +233,12 @@ class Momentum:
         (ServerStep("yogi:b2=0.99", lr=0.3), Adaptive("yogi", 0.3, 0.9, 0.99, 1e-3, start=1e-6)),
         (ServerStep(optax.adam(0.3), lr=7.0), Adaptive("adam", 0.3, 0.9, 0.999, 1e-8)),
     ],
-    ids=str,
 )
 def test_fedavgm_fedadam_and_fedyogi_by_hand(step, update):
     np.testing.assert_allclose(quadratic(step)[0], by_hand(update), rtol=1e-5)
 
 
-@pytest.mark.parametrize("step", [ServerStep(momentum=0.5), ServerStep("adam", lr=0.3), ServerStep("yogi", lr=0.3)], ids=str)
+@pytest.mark.parametrize("step", [ServerStep(momentum=0.5), ServerStep("adam", lr=0.3), ServerStep("yogi", lr=0.3)])
 def test_server_optimisers_end_at_the_mode(step):
     found, mode = quadratic(step, rounds=300)
     assert found[-1] == pytest.approx(mode, abs=1e-2)
