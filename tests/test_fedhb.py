@@ -419,17 +419,17 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
     ("make", "sentence"),
     [
         (lambda model: FedHBNIW(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
-        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but a standard deviation is above 0"),
+        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but it is a standard deviation and must be above 0"),
         (lambda model: FedHBNIW(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
         (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "N is not set: FedHB's server counts the clients"),
-        (lambda model: FedHBMixture(model, K=0), "K is 0, but it must be above 0"),
+        (lambda model: FedHBMixture(model, K=0), "K is 0, but it is at least 1"),
         (lambda model: FedHBMixture(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
         (lambda model: FedHBNIW(model, head_scale=float("nan")).planned(3), "head_scale is nan, but it is a number"),
         (
             lambda model: FedHBMixture(model, head=(), head_scale=3.0, N=3).init_server(jax.random.key(0)),
             "head_scale is 3, but no layer is frozen",
         ),
-        (lambda model: FedHBMixture(model, start="far"), "start is 'far', but a client starts at the centre"),
+        (lambda model: FedHBMixture(model, start="far"), "start is 'far', but it is centre or best"),
         (lambda model: FedHBNIW(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
     ],
 )

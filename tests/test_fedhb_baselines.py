@@ -425,19 +425,19 @@ def test_ensemble_uses_the_preset_network_or_all(model):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda model: FedPA(model, rho=-1.0), "rho is -1.0, but it weighs a covariance: give 0 or more"),
+        (lambda model: FedPA(model, rho=-1.0), "rho is -1.0, but it weighs a covariance and must be at least 0"),
         (lambda model: FedPA(model, burn_in_epochs=5), "burn_in_epochs is 5 of 5 epochs, but each sample is an epoch"),
         (lambda model: FedPA(model, server_momentum=1.0), "the server's lr is 0.5 and its momentum 1.0, but"),
         (lambda model: FedPA(model).broadcast(KEY, FedPA(model).init_server(KEY)), "burn_in_rounds is not set and the run"),
         (lambda model: FedEM(model, K=0), "K is 0, but it is at least 1"),
-        (lambda model: FedBE(model, samples=-1), "samples is -1, cycle 25 and alpha 1.0, but samples is not negative"),
-        (lambda model: FedBE(model, posterior="cauchy"), "posterior is 'cauchy', but models are sampled from gaussian or"),
+        (lambda model: FedBE(model, samples=-1), "samples is -1, but it is at least 0"),
+        (lambda model: FedBE(model, posterior="cauchy"), "posterior is 'cauchy', but it is gaussian or dirichlet"),
         (lambda model: FedBE(model).init_server(KEY), "FedBE distils on rows that the server has, but was given none"),
         (
             lambda model: FedBE(model, unlabelled=Unlabelled(np.zeros((3, 7), np.float32))).init_server(KEY),
             r"the server's rows have the shape \(7,\), but not the model's",
         ),
-        (lambda model: FedPop(model, eta=-1.0), "eta is -1.0, sigma"),
+        (lambda model: FedPop(model, eta=-1.0), "eta is -1.0, but it is above 0"),
         (lambda model: FedEM(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
         (lambda model: FedEM(model, train=Training(epochs=1.5)).planned(3), "epochs is 1.5, but it is a whole number"),
         (lambda model: FedPop(model, least=float("nan")).planned(3), "least is nan, but it is a number"),
@@ -446,8 +446,8 @@ def test_ensemble_uses_the_preset_network_or_all(model):
             lambda model: FedBE(mlp((4,), Normal()), unlabelled=unlabelled()).init_server(KEY),
             r"FedBE averages probabilities of classes, but the model has Normal\(scale=1.0\); use Categorical",
         ),
-        (lambda model: Ensemble(model, K=0), "K is 0, but an ensemble has at least 1 network"),
-        (lambda model: Ensemble(model, use="best"), "use is 'best', but a client uses its preset network or the ensemble"),
+        (lambda model: Ensemble(model, K=0), "K is 0, but it is at least 1"),
+        (lambda model: Ensemble(model, use="best"), "use is 'best', but it is preset or ensemble"),
     ],
 )
 def test_bad_settings_get_one_sentence(make, sentence, model):

@@ -251,8 +251,8 @@ def test_refusals(model):
     for options, message in (
         ({"local": 1.5}, "local is 1.5, but it is a share"),
         ({"tau": -1.0}, "tau is -1.0, but it weighs a divergence"),
-        ({"draws": 0}, "draws is 0, but it must be above 0"),
-        ({"sigma0": 0.0}, "sigma0 is 0.0, but a standard deviation"),
+        ({"draws": 0}, "draws is 0, but it is at least 1"),
+        ({"sigma0": 0.0}, "sigma0 is 0.0, but it is a standard deviation"),
         ({"gamma": 1.0, "train": Training(momentum=0.9)}, "train with sgd, momentum 0"),
     ):
         with pytest.raises(UserError, match=message):

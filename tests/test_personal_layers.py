@@ -428,9 +428,12 @@ def test_knn_of_one_logit_is_that_of_two_labels(clients):
         (lambda model: KNNPer(model, k=0), "k is 0, but it is at least 1"),
         (lambda model: KNNPer(model, fold=1), "fold is 1, but it is at least 2"),
         (lambda model: KNNPer(model, capacity=0), "capacity is 0, but it is at least 1"),
-        (lambda model: KNNPer(model, scale=0.0), "scale is 0.0, but it divides distances: give a number above 0"),
-        (lambda model: KNNPer(model, share=1.5), "share is 1.5, but it is the share of the neighbours: give 0 to 1"),
-        (lambda model: KNNPer(model, choose="brier"), "choose is 'brier', but λ is chosen by likelihood or accuracy"),
+        (lambda model: KNNPer(model, scale=0.0), "scale is 0.0, but it divides distances and must be above 0"),
+        (
+            lambda model: KNNPer(model, share=1.5),
+            "share is 1.5, but it is the share of the neighbours and must be at least 0",
+        ),
+        (lambda model: KNNPer(model, choose="brier"), "choose is 'brier', but it is likelihood or accuracy"),
         (
             lambda model: KNNPer(mlp((4,), Normal())).init_server(KEY),
             r"kNN-Per counts labels of neighbours, but the model has Normal\(scale=1.0\); use Categorical or Bernoulli",

@@ -327,15 +327,15 @@ def test_personal_models_serve_clients_of_two_kinds_and_the_shared_one_none(make
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda model: IFCA(model, K=0), "K is 0, but there is at least 1 model"),
+        (lambda model: IFCA(model, K=0), "K is 0, but it is at least 1"),
         (
             lambda model: IFCA(model, noise=0.0),
-            "noise is 0.0, but models that start alike stay alike; give more than 0, or None",
+            "noise is 0.0, but it tells models apart that start alike and must be above 0",
         ),
-        (lambda model: Ditto(model, lam=-1.0), "lam is -1.0, but it weighs a squared distance: give 0 or more"),
-        (lambda model: Ditto(model, personal_epochs=-1), "personal_epochs is -1, but it counts epochs: give 0 or more"),
-        (lambda model: APFL(model, alpha=1.5), "alpha is 1.5, but it is a share: give a number from 0 to 1"),
-        (lambda model: APFL(model, every="year"), "every is 'year', but alpha moves every round or every batch; give one of"),
+        (lambda model: Ditto(model, lam=-1.0), "lam is -1.0, but it weighs a squared distance and must be at least 0"),
+        (lambda model: Ditto(model, personal_epochs=-1), "personal_epochs is -1, but it counts epochs and must be at least 0"),
+        (lambda model: APFL(model, alpha=1.5), "alpha is 1.5, but it is a share and must be at least 0 and at most 1"),
+        (lambda model: APFL(model, every="year"), "every is 'year', but it is round or batch"),
     ],
 )
 def test_bad_settings_get_one_sentence(make, sentence, model):

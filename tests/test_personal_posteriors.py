@@ -116,7 +116,7 @@ def test_the_population_prior_is_learnt():
         (lambda: FedPop(line(), keep=11), "keep is 11 of 10 steps; keep at least 1 and at most all of them"),
         (lambda: FedPop(line(), adapt_steps=2), "adapt_steps is 2, but 5 draws are kept; take at least as many"),
         (lambda: PFedBayes(line(), draws=0), "draws is 0, but it is at least 1"),
-        (lambda: dataclasses.replace(PFedBayes(line()), beta=0.0), "zeta is 10.0 and beta 0.0; zeta is not negative"),
+        (lambda: dataclasses.replace(PFedBayes(line()), beta=0.0), "beta is 0.0, but it is above 0 and at most 1"),
     ],
 )
 def test_bad_settings_get_one_sentence(make, sentence):

@@ -12,6 +12,7 @@ import abc
 import dataclasses
 import enum
 import numbers
+import operator
 import typing
 import warnings
 from collections.abc import Callable
@@ -75,7 +76,38 @@ def fact(name: str, needed_by: str | None = None) -> Any:
     """
     if name not in FACTS:
         raise TypeError(f"there is no fact {name!r} of a run; there are {', '.join(FACTS)}")
-    return dataclasses.field(default=None, metadata={"fact": name, "needed_by": needed_by})
+    return dataclasses.field(
+        default=None, metadata={"fact": name, "needed_by": needed_by, "limits": {} if name == "form" else {"least": 1}}
+    )
+
+
+def setting(default: Any, *others: str, which: str = "", **limits: float) -> Any:
+    """A field with other choices beside its default, or limits for a number; `which` says what the number does.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Pull:
+    ...     lam: float = setting(1.0, least=0, which="weighs a squared distance")
+    >>> check_settings(Pull(-1.0))
+    Traceback (most recent call last):
+    fedbayes.errors.UserError: lam is -1.0, but it weighs a squared distance and must be at least 0
+    """
+    return dataclasses.field(default=default, metadata={"choices": (default, *others), "limits": limits, "which": which})
+
+
+LIMITS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
+LIMITS |= {"below": ("below", operator.lt)}
+
+
+def check_settings(config: Any) -> None:
+    """Refuse a value that its `setting` does not allow; an optional setting may be None."""
+    for field in dataclasses.fields(config):
+        value, limits = getattr(config, field.name), field.metadata.get("limits", {})
+        choices, which = field.metadata.get("choices", ()), field.metadata.get("which")
+        if len(choices) > 1 and value not in choices:
+            raise UserError(f"{field.name} is {value!r}, but it is {', '.join(choices[:-1])} or {choices[-1]}")
+        if value is not None and not all(LIMITS[name][1](value, limit) for name, limit in limits.items()):
+            allowed = " and ".join(f"{LIMITS[name][0]} {limit}" for name, limit in limits.items())
+            raise UserError(f"{field.name} is {value}, but it {f'{which} and must be' if which else 'is'} {allowed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,18 +161,22 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
 
     @property
     def up_type(self) -> type[Any]:
-        """The class `Up` that the algorithm names as the last of its type parameters."""
-        return next(base.__args__[3] for base in type(self).__orig_bases__ if len(getattr(base, "__args__", ())) == 4)  # type: ignore[attr-defined]
+        """The class `Up` that the algorithm, or the kind it derives from, gives as a type parameter."""
+        bases = [base for cls in type(self).__mro__ for base in vars(cls).get("__orig_bases__", ())]
+        pairs = (zip(getattr(typing.get_origin(base), "__parameters__", ()), typing.get_args(base)) for base in bases)  # noqa: B905
+        return next(given for pair in pairs for name, given in pair if name is UpT and isinstance(given, type))  # type: ignore[misc]
 
     def planned(self: D, rounds: int, **facts: Any) -> D:
         """The algorithm with each `fact` field that is None set to what the run says: its rounds, clients, rows, silos."""
         return plan(self, {"rounds": rounds, **facts})
 
 
+@dataclasses.dataclass(frozen=True)
 class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
-    """An algorithm that trains a network over clients. A client's data are rows, `Data`; its first field is `model`."""
+    """An algorithm that trains a network over clients. A client's data are rows, `Data`."""
 
     model: Model
+    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
@@ -150,6 +186,7 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
                 f'the model is {given}, but it is a network for the data: fb.network("{name}", clients), or a module of your '
                 "own through fb.models.from_flax or from_equinox"
             )
+        check_settings(self)
 
     @property
     def likelihood(self) -> Likelihood:

@@ -27,12 +27,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedavg import Down, Server, Up
-from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep, move
-from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
+from fedbayes.algorithm import Data, Params, setting
+from fedbayes.primitives.averaging import Averaging, Down, Up
+from fedbayes.primitives.optimisers import move
+from fedbayes.primitives.training import Training, local_steps, mean_loss
 
 
 class Local(NamedTuple):
@@ -44,7 +42,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
+class APFL(Averaging[Local]):
     """Federated averaging, and beside it a model of the client's own; it predicts with a mixture of both that it learns.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -52,50 +50,25 @@ class APFL(NetworkAlgorithm[Server, Local, Down, Up]):
     True
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    alpha: float = 0.5
+    alpha: float = setting(0.5, least=0, most=1, which="is a share")
     """α at the start: the share of the client's own model in its mixture."""
     adaptive: bool = True
     """Whether clients learn α; else it stays."""
-    every: Literal["round", "batch"] = "round"
+    every: Literal["round", "batch"] = setting("round", "batch")
     """When α moves: with the first minibatch of a round, or with each."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round; α takes plain steps of the same size."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Training of the client's own model and of α in `adapt`."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"alpha is {self.alpha}, but it is a share: give a number from 0 to 1")
-        if self.every not in ("round", "batch"):
-            raise UserError(f"every is {self.every!r}, but alpha moves every round or every batch; give one of these words")
-
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """w at random."""
-        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet, and α at its start."""
         return Local(trees.zeros(self.model.init(key)), jnp.float32(self.alpha), jnp.bool_(False))
 
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """w and the round's step size."""
-        return Down(server.params, self.train.lr_of(server.round + 1))
-
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on w, v and α, minibatch by minibatch."""
         w, local, loss = self._fit(down.params, self._own(down, local), self.train, down.lr, key, data, moving=True)
-        return Up(w, jnp.float32(1) if self.uniform else rows(data), loss), local
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean, or a step towards it."""
-        return Server(*self.server_step.next(*server, up.params))
+        return Up(w, self.weight(data), loss), local
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Steps on v and α, w as it is."""

@@ -35,12 +35,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.errors import UserError
-from fedbayes.models import Model
+from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, rows
 
 
@@ -82,7 +80,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
+class BPFed(Stepping[Server, Local, Down, Up]):
     """Every weight is Gaussian; some layers are learnt together, the last ones are each client's own.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -90,17 +88,15 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
     ('head',)
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""
-    kl: float = 1.0
+    kl: float = setting(1.0, least=0, which="weighs a divergence")
     """Weight of the KL divergence in (10) and (11)."""
     reinforce: bool = True
     """Whether a copy of the prior follows q by (11) and is what leaves and stays, instead of q."""
     alternate: bool = False
     """Whether a round moves the personal layers first, by `head`, then the shared ones, by `train`, instead of all together."""
-    average: Literal["wasserstein", "plain", "precision"] = "wasserstein"
+    average: Literal["wasserstein", "plain", "precision"] = setting("wasserstein", "plain", "precision")
     """What the server averages: deviations; ρ, as pFedBayes does; or precisions, which also weigh the means."""
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
@@ -108,11 +104,11 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
     """ρ at the start."""
     spread: float | None = None
     """Deviation of the means at the start; None starts them as the network does."""
-    M: int = 1
+    M: int = setting(1, least=1)
     """M, draws of the weights in each step."""
     local_reparametrisation: bool = False
     """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
-    draws: int = 20
+    draws: int = setting(20, least=1)
     """Networks that a prediction averages."""
     head: Training = Training(epochs=10, optimiser="adam", batch=50, lr=0.001)
     """First part of a client's round, on the personal layers; only with `alternate`."""
@@ -120,22 +116,13 @@ class BPFed(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=20, optimiser="adam", batch=50, lr=0.001)
     """Fitting the personal layers in `adapt`."""
-    tune_rounds: int = 1
+    tune_rounds: int = setting(1, least=1)
     """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under
     the prior of the start; with few rows, more of them get away from a start that says nothing."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("M", "draws", "tune_rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
-        if not self.kl >= 0:
-            raise UserError(f"kl is {self.kl}, but it weighs a divergence: give 0 or more")
         gaussian_network.check(self.rho, self.kl, self.head, self.train, self.tune)
-        if self.average not in ("wasserstein", "plain", "precision"):
-            raise UserError(f'average is "{self.average}", but it is wasserstein, plain or precision')
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """The shared layers at random."""

@@ -20,11 +20,9 @@ import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
-from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, mean_loss
+from fedbayes.algorithm import Data, Mean, Params, setting
+from fedbayes.primitives.averaging import Local, Stepping
+from fedbayes.primitives.training import Training, fit
 
 
 class Server(NamedTuple):
@@ -34,12 +32,6 @@ class Server(NamedTuple):
     head: Params
     round: Int[Array, ""]
     optimiser: Any = None
-
-
-class Local(NamedTuple):
-    """A fine-tuned model after `adapt`; nothing while training."""
-
-    params: Params | None
 
 
 class Down(NamedTuple):
@@ -58,7 +50,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedBABU(Stepping[Server, Local, Down, Up]):
     """The body is learnt together under a head that nobody trains; personalisation fine-tunes both.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -66,8 +58,6 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
     (0.5, 0.75)
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     head: tuple[str, ...] = ("head",)
     """Paths of the part that is not trained."""
     head_scale: float = 1.0
@@ -76,15 +66,8 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
-    part: Literal["full", "body", "head"] = "full"
+    part: Literal["full", "body", "head"] = setting("full", "body", "head")
     """What `adapt` fine-tunes."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.part not in ("full", "body", "head"):
-            raise UserError(f"part is {self.part!r}, but FedBABU fine-tunes full, body or head")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and head at random."""
@@ -102,7 +85,7 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on the body alone."""
-        body, loss = self._fit(down.body, down.head, self.train, down.lr, key, data)
+        body, loss = fit(self.model, down.body, self.train, key, data, down.lr, fixed=down.head)
         return Up(body, loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -118,17 +101,8 @@ class FedBABU(NetworkAlgorithm[Server, Local, Down, Up]):
             "body": (down.body, down.head),
             "head": (down.head, down.body),
         }[self.part]
-        lr = self.tune.lr_of(1)
-        return Local(trees.merge(self._fit(moving, fixed, self.tune, lr, key, data)[0], fixed))
+        return Local(trees.merge(fit(self.model, moving, self.tune, key, data, fixed=fixed)[0], fixed))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or the shared one where it has none."""
         return self.model.apply(trees.merge(down.body, down.head) if local.params is None else local.params, x)[None]
-
-    def _fit(
-        self, moving: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
-    ) -> tuple[Params, Float[Array, ""]]:
-        def F(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, trees.merge(moving, fixed), batch)
-
-        return descend(self.model, F, moving, training, lr, key, data)

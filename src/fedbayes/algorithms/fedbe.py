@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Stack
-from fedbayes.algorithms.fedavg import Down, Local
+from fedbayes.algorithm import Data, Mean, Params, Stack, setting
 from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model
-from fedbayes.primitives.training import Training, descend, local_steps, masked_mean, mean_loss, rows
+from fedbayes.primitives.averaging import Down, FineTuning, Local
+from fedbayes.primitives.training import Training, fit, local_steps, masked_mean, rows
 
 BLOCK = 256
 """Unlabelled rows that a teacher labels at once."""
@@ -54,7 +54,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedBE(FineTuning[Server, Down, Up]):
     """Averaging, then distillation of an ensemble of sampled models on rows that the server has.
 
     >>> import numpy as np
@@ -67,11 +67,11 @@ class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
     """The network and its likelihood, a categorical one; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     unlabelled: Unlabelled | None = None
     """The server's rows; there must be some."""
-    samples: int = 10
+    samples: int = setting(10, least=0)
     """M, models that the server samples."""
-    posterior: Literal["gaussian", "dirichlet"] = "gaussian"
+    posterior: Literal["gaussian", "dirichlet"] = setting("gaussian", "dirichlet")
     """What it samples them from."""
-    alpha: float = 1.0
+    alpha: float = setting(1.0, above=0)
     """α of the Dirichlet distribution."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
@@ -79,20 +79,10 @@ class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
     """Distillation on the server."""
     swa: bool = True
     """Whether the distilled model is the mean over cycles of steps, or where the steps end."""
-    cycle: int = 25
+    cycle: int = setting(25, least=1)
     """Steps in a cycle of `swa`."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples < 0 or self.cycle < 1 or not self.alpha > 0:
-            given = f"samples is {self.samples}, cycle {self.cycle} and alpha {self.alpha}"
-            raise UserError(f"{given}, but samples is not negative, cycle at least 1 and alpha above 0")
-        if self.posterior not in ("gaussian", "dirichlet"):
-            raise UserError(
-                f"posterior is {self.posterior!r}, but models are sampled from gaussian or dirichlet; give one of them"
-            )
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random, and the unlabelled rows, which so are data of the server's program and not constants inside it."""
@@ -114,17 +104,13 @@ class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
             ) from problem
         return Server(w, x, jnp.int32(0))
 
-    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """Nothing."""
-        return Local(None)
-
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """w and the round's step size."""
         return Down(server.params, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w."""
-        params, loss = descend(self.model, self._F, down.params, self.train, down.lr, key, data)
+        params, loss = fit(self.model, down.params, self.train, key, data, down.lr)
         return Up(params, rows(data), loss), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -133,14 +119,6 @@ class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
         average = mean_of(up.params, up.n)
         labels = self.labels(for_samples, average, up, server.x)
         return Server(self._distilled(for_steps, average, server.x, labels), server.x, server.round + 1)
-
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Fine-tune a copy of w."""
-        return Local(descend(self.model, self._F, down.params, self.tune, self.tune.lr_of(1), key, data)[0])
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """One draw: the client's model, or w where it has none."""
-        return self.model.apply(down.params if local.params is None else local.params, x)[None]
 
     def labels(self, key: PRNGKeyArray, average: Params, up: Up, x: Shaped[Array, "u ..."]) -> Float[Array, "u k"]:
         """p̂: what the teachers say on average. One teacher is in memory at a time, and besides it the clients' models."""
@@ -165,9 +143,6 @@ class FedBE(NetworkAlgorithm[Server, Local, Down, Up]):
         squares = jax.tree.map(lambda leaf, mean: (leaf - mean[None]) ** 2, up.params, average)
         noise = trees.normal_like(key, average)
         return jax.tree.map(lambda w, s2, z: w + jnp.sqrt(s2) * z, average, mean_of(squares, up.n), noise)
-
-    def _F(self, w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        return mean_loss(self.model, w, batch)
 
     def _distilled(self, key: PRNGKeyArray, w: Params, x: Shaped[Array, "u ..."], labels: Float[Array, "u k"]) -> Params:
         # With a step of 1: the cycle's is multiplied in afterwards, where Optax would put it too.

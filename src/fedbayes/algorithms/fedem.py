@@ -15,29 +15,19 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.algorithms.ensemble import random_starts
-from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, masked_mean, rows
+from fedbayes.algorithm import Data, Mean, Params, Sum, setting
+from fedbayes.primitives.averaging import Weighted
+from fedbayes.primitives.several import Down, Server, Several
+from fedbayes.primitives.training import Training, descend, masked_mean
 
 LEAST = 1e-12
 """A share counts as at least this, so that a component that explained nothing for a while can come back."""
-
-
-class Server(NamedTuple):
-    """The components (K of each array), the number of rounds behind them, and the state of the server's optimiser if any."""
-
-    theta: Params
-    round: Int[Array, ""]
-    optimiser: Any = None
 
 
 class Local(NamedTuple):
@@ -45,13 +35,6 @@ class Local(NamedTuple):
 
     pi: Float[Array, " K"]
     theta: Params | None
-
-
-class Down(NamedTuple):
-    """The components and this round's step size."""
-
-    theta: Params
-    lr: Float[Array, ""]
 
 
 class Up(NamedTuple):
@@ -63,7 +46,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedEM(Several[Local, Up], Weighted[Server, Local, Down, Up]):
     """Shared components; each client has its own shares of them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -71,49 +54,29 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
     3
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    K: int = 3
+    K: int = setting(3, least=1)
     """Components."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    em_steps: int = 20
+    em_steps: int = setting(20, least=1)
     """Steps of EM on the shares in `adapt`."""
     fine_tune: bool = False
     """Whether `adapt` also fine-tunes a copy of the components."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
-    draws: int = 30
+    draws: int = setting(30, least=1)
     """Draws of a prediction, divided among the components by the client's shares."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("K", "em_steps", "draws"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
-
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """Components at random, each its own: alike, they would have the same shares of every row and stay alike."""
-        return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Equal shares."""
         return Local(jnp.full(self.K, 1 / self.K, jnp.float32), None)
-
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """The components and the round's step size."""
-        return Down(server.theta, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """One E-step, then the M-step."""
         q = responsibilities(local.pi, self.log_likelihoods(down.theta, data))
         pi = _shares(q, data, local.pi)
         theta, loss = self._fit(down.theta, q, self.train, down.lr, key, data)
-        return Up(theta, jnp.float32(1) if self.uniform else rows(data), loss), Local(pi, None)
+        return Up(theta, self.weight(data), loss), Local(pi, None)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The weighted mean of each component, or a step towards it."""
@@ -130,8 +93,7 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the components in the client's shares."""
-        theta = down.theta if local.theta is None else local.theta
-        outputs = jax.vmap(lambda one: self.model.apply(one, x))(theta)
+        outputs = self.outputs(down.theta if local.theta is None else local.theta, x)
         if self.K == 1:
             return outputs
         # Draw s belongs to the component under the quantile (s + ½)/S: shares are right to 1/S, without chance.
@@ -148,8 +110,8 @@ class FedEM(NetworkAlgorithm[Server, Local, Down, Up]):
     ) -> tuple[Params, Float[Array, ""]]:
         def F(theta: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             x, q_batch = data.x[batch.x], q[:, batch.x]
-            outputs = jax.vmap(lambda one: self.model.apply(one, x))(theta)
-            return masked_mean(-jnp.sum(q_batch * self.model.likelihood.log_prob(outputs, batch.y), axis=0), batch.mask)
+            log_p = self.model.likelihood.log_prob(self.outputs(theta, x), batch.y)
+            return masked_mean(-jnp.sum(q_batch * log_p, axis=0), batch.mask)
 
         # Minibatches of places instead of rows: q is known for each place.
         return descend(self.model, F, theta, training, lr, key, data._replace(x=jnp.arange(data.mask.shape[0])))

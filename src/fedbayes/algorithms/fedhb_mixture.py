@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.models.model import network_outputs
@@ -86,31 +86,29 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     0.1
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    K: int = 2
+    K: int = setting(2, least=1)
     """Prototypes."""
-    sigma2: float = 0.1
+    sigma2: float = setting(0.1, above=0)
     """σ², the variance of a client's weights around its prototype."""
     head: tuple[str, ...] = ("head",)
     """Paths of the part that is not trained, in the network and in the gate; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
-    start: Literal["centre", "best"] = "centre"
+    start: Literal["centre", "best"] = setting("centre", "best")
     """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
     noise: float = 0.1
     """Prototypes start alike but for noise of this length, in units of σ; however many weights there are."""
     shrink: bool = False
     """Whether prototypes have the paper's prior N(0, I), which draws them to 0; else a flat one."""
-    patience: int = 10
+    patience: int = setting(10, least=1)
     """Rounds with less than one client after which a prototype starts again."""
     elbo: bool = False
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
-    draws: int = 20
+    draws: int = setting(20, least=1)
     """Draws of a prediction, divided among prototypes as the gate says."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
-    gate_rows: int = 100
+    gate_rows: int = setting(100, least=1)
     """Rows that a client draws for the gate in a round: all of them have the same label, so a few will do."""
     train_gate: Training = Training(epochs=1, batch=50, momentum=0.9)
     """Training on those, with the round's step size."""
@@ -120,16 +118,6 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """The gating network, with K outputs; by default the network itself with another head."""
     N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.N is not None and self.N < 1:
-            raise UserError(f"N is {self.N}, but there is at least one client")
-        for name in ("K", "sigma2", "draws", "patience", "gate_rows"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
-        if self.start not in ("centre", "best"):
-            raise UserError(f"start is {self.start!r}, but a client starts at the centre or at the best prototype")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """One network plus noise for the prototypes, another one for the gate."""

@@ -37,9 +37,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Model
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
@@ -98,28 +97,26 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     0.999
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     head: tuple[str, ...] = ("head",)
     """Paths of the part that is not trained; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
-    p: float = 0.999
+    p: float = setting(0.999, above=0, most=1, which="is the share of columns that are kept")
     """Share of columns that are kept: 1 − p is the dropout. It also multiplies m0 in each round."""
-    epsilon: float = 1e-4
+    epsilon: float = setting(1e-4, least=0)
     """ε, the width of the spikes of q_i."""
-    sigma0: float = 0.1
+    sigma0: float = setting(0.1, above=0, which="is a standard deviation")
     """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too."""
-    lambda0: float = 0.0
+    lambda0: float = setting(0.0, least=0)
     """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean. The paper has 1, which the
     literal prior has to be given too."""
-    prior: Literal["coordinate", "literal", "fixed"] = "coordinate"
+    prior: Literal["coordinate", "literal", "fixed"] = setting("coordinate", "literal", "fixed")
     """The prior of Σ: weight by weight, as printed, or none."""
     empirical: bool = False
     """Whether Σ0 is learnt, one for each array of the network, by a step of EM a round."""
     elbo: bool = False
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
-    draws: int = 0
+    draws: int = setting(0, least=0)
     """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
@@ -132,23 +129,12 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.p <= 1:
-            raise UserError(f"p is {self.p}, but it is the share of columns that are kept: above 0, at most 1")
-        if not self.sigma0 > 0:
-            raise UserError(f"sigma0 is {self.sigma0}, but a standard deviation is above 0")
-        for name in ("epsilon", "lambda0", "draws"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name} is {getattr(self, name)}, but it is not negative")
-        if self.prior not in ("coordinate", "literal", "fixed"):
-            raise UserError(f"prior is {self.prior!r}, but it is coordinate, literal or fixed")
         if self.prior == "literal":
             warnings.warn(
                 "the literal prior pulls harder the more weights a network has, until clients hardly move; "
                 "prior='coordinate' does not depend on their number",
                 stacklevel=3,
             )
-        if self.N is not None and self.N < 1:
-            raise UserError(f"N is {self.N}, but there is at least one client")
         if self.empirical and not self.epsilon > 0:
             raise UserError("epsilon is 0, but a prior that is learnt needs a width that it does not fall below; use 1e-4")
         if (self.empirical or self.prior == "literal") and "adam" in (self.train.optimiser, self.tune.optimiser):

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.algorithms.fedavg import Local
+from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Model
+from fedbayes.primitives.averaging import FineTuning, Local
 from fedbayes.primitives.optimisers import Optimiser, ServerStep, move
-from fedbayes.primitives.training import Training, descend, local_steps, mean_loss, rows
+from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -59,7 +58,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedPA(FineTuning[Server, Down, Up]):
     """Clients sample their posteriors; the server steps towards the mode of the product.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -67,15 +66,13 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
     4
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     train: Training = Training(epochs=5, batch=20, lr=0.02, momentum=0.9)
     """A client's round; each epoch after the burn-in is a sample."""
     burn_in_epochs: int = 1
     """Epochs of a round before the first sample."""
     burn_in_rounds: int | None = None
     """Rounds of FedAvg before the first with samples; by default a quarter of the run."""
-    rho: float = 0.01
+    rho: float = setting(0.01, least=0, which="weighs a covariance")
     """ρ: how much the samples' covariance counts against the identity."""
     server_lr: float = 0.5
     """Step size of the server."""
@@ -90,8 +87,6 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.rho >= 0:
-            raise UserError(f"rho is {self.rho}, but it weighs a covariance: give 0 or more")
         self.server_step()
         if self.burn_in_epochs < 0 or self.samples < 1:
             raise UserError(
@@ -113,10 +108,6 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
         params = self.model.init(key)
         return Server(params, self.server_step().init(params), jnp.int32(0))
 
-    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """Nothing."""
-        return Local(None)
-
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """w, the round's step size, and whether the burn-in is over."""
         return Down(server.params, self.train.lr_of(server.round + 1), server.round >= self._burn_in())
@@ -134,17 +125,6 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
         params, momentum = self.server_step().against(server.params, server.momentum, up.delta)
         return Server(params, momentum, server.round + 1)
 
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Fine-tune a copy of w."""
-        return Local(descend(self.model, self._F, down.params, self.tune, self.tune.lr_of(1), key, data)[0])
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """One draw: the client's model, or w where it has none."""
-        return self.model.apply(down.params if local.params is None else local.params, x)[None]
-
-    def _F(self, w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        return mean_loss(self.model, w, batch)
-
     def _burn_in(self) -> int:
         if self.burn_in_rounds is not None:
             return self.burn_in_rounds
@@ -160,7 +140,7 @@ class FedPA(NetworkAlgorithm[Server, Local, Down, Up]):
 
         def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
             params, state, sums, total, number = carry
-            value, gradient = jax.value_and_grad(self._F)(params, key, batch)
+            value, gradient = jax.value_and_grad(lambda w: mean_loss(self.model, w, batch))(params)
             params, state = move(optimiser, params, gradient, state)
             epoch = number // steps - self.burn_in_epochs
             # Steps of the burn-in have nowhere to go; a negative index would count from the end.

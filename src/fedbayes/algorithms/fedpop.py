@@ -25,10 +25,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params
+from fedbayes.algorithm import Data, Mean, Params, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
+from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.training import Training, descend, drawn, mean_loss, rows
 
 
@@ -68,7 +67,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedPop(Stepping[Server, Local, Down, Up]):
     """Heads are sampled from their posterior on the client; body and population prior are learnt together.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -76,21 +75,19 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
     5
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""
     steps: int = 10
     """M, Langevin steps in a round."""
-    keep: int = 5
+    keep: int = setting(5, least=1)
     """The last so many are kept."""
-    eta: float = 1e-4
+    eta: float = setting(1e-4, above=0)
     """η, the Langevin step size."""
-    sigma: float = 0.1
+    sigma: float = setting(0.1, above=0)
     """σ of the population prior at the start."""
     least: float = 1e-3
     """σ does not fall below this."""
-    prior_step: float = 0.1
+    prior_step: float = setting(0.1, least=0, most=1)
     """How far the prior moves to its new value in a round; 0 keeps it fixed."""
     adapt_steps: int = 100
     """Langevin steps in `adapt`."""
@@ -98,18 +95,13 @@ class FedPop(NetworkAlgorithm[Server, Local, Down, Up]):
     """Heads from the population that predict for a client without its own."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's epochs on φ; its batch is also that of a Langevin step."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.keep <= self.steps:
+        if self.keep > self.steps:
             raise UserError(f"keep is {self.keep} of {self.steps} steps; keep at least 1 and at most all of them")
         if self.adapt_steps < self.keep:
             raise UserError(f"adapt_steps is {self.adapt_steps}, but {self.keep} draws are kept; take at least as many")
-        if not self.eta > 0 or not self.sigma > 0 or not 0 <= self.prior_step <= 1:
-            given = f"eta is {self.eta}, sigma {self.sigma} and prior_step {self.prior_step}"
-            raise UserError(f"{given}, but eta and sigma are above 0, and prior_step between 0 and 1")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and μ as the network starts."""

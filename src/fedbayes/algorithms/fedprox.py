@@ -13,21 +13,17 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedavg import Down, Local, Server, Up
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, mean_loss, rows
+from fedbayes.algorithm import Data, Params
+from fedbayes.primitives.averaging import Averaging, Down, FineTuning, Local, Server, Up
+from fedbayes.primitives.training import Training, fit
 
 
 @dataclasses.dataclass(frozen=True)
-class FedProx(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedProx(Averaging[Local], FineTuning[Server, Down, Up]):
     """Federated averaging with a pull of strength μ towards the broadcast model.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -35,51 +31,26 @@ class FedProx(NetworkAlgorithm[Server, Local, Down, Up]):
     0.1
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     mu: float = 0.01
     """Strength μ of the proximal term."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`, with the same pull."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """w at random."""
-        return Server(*self.server_step.start(self.model.init(key)))
-
-    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """Nothing."""
-        return Local(None)
-
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """w and the round's step size."""
-        return Down(server.params, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w on the pulled objective."""
-        params, loss = descend(self.model, self._objective(down.params), down.params, self.train, down.lr, key, data)
-        return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean, or a step towards it."""
-        return Server(*self.server_step.next(*server, up.params))
+        params, loss = self._fit(down.params, self.train, key, data, down.lr)
+        return Up(params, self.weight(data), loss), local
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""
-        lr = self.tune.lr_of(1)
-        return Local(descend(self.model, self._objective(down.params), down.params, self.tune, lr, key, data)[0])
+        return Local(self._fit(down.params, self.tune, key, data)[0])
 
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """One draw: the client's model, or w where it has none."""
-        return self.model.apply(down.params if local.params is None else local.params, x)[None]
+    def _fit(
+        self, w: Params, training: Training, key: PRNGKeyArray, data: Data, lr: Float[Array, ""] | None = None
+    ) -> tuple[Params, Float[Array, ""]]:
+        def pull(w_i: Params) -> Float[Array, ""]:
+            return self.mu / 2 * trees.squared_distance(w_i, w)
 
-    def _objective(self, w: Params) -> Callable[[Params, PRNGKeyArray, Data], Float[Array, ""]]:
-        def objective(w_i: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, w_i, batch) + self.mu / 2 * trees.squared_distance(w_i, w)
-
-        return objective
+        return fit(self.model, w, training, key, data, lr, also=pull)

@@ -26,9 +26,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.models import Model
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
-from fedbayes.primitives.training import Training, descend, halves, mean_loss, rows
+from fedbayes.primitives.training import Training, fit, halves, rows
 
 
 class Server(NamedTuple):
@@ -72,8 +71,6 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
     ('head',)
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     personal: tuple[str, ...] = ("head",)
     """Paths of l, the layers that are the client's own."""
     shared: bool = False
@@ -119,8 +116,8 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
         """Rebuild l on the support half, then epochs on g over the query half."""
         for_halves, for_personal, for_shared = jax.random.split(key, 3)
         support, query = (data, data) if self.shared else halves(for_halves, data)
-        personal, _ = self._fit(down.start, down.shared, self.reconstruct, down.personal_lr, for_personal, support)
-        shared, loss = self._fit(down.shared, personal, self.train, down.lr, for_shared, query)
+        personal, _ = fit(self.model, down.start, self.reconstruct, for_personal, support, down.personal_lr, fixed=down.shared)
+        shared, loss = fit(self.model, down.shared, self.train, for_shared, query, down.lr, fixed=personal)
         delta = jax.tree.map(jnp.subtract, down.shared, shared)
         return Up(delta, jnp.float32(1) if self.uniform else rows(query), loss), local
 
@@ -131,17 +128,9 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Rebuild l on all rows, whatever it was before."""
-        return Local(self._fit(down.start, down.shared, self.tune, self.tune.lr_of(1), key, data)[0])
+        return Local(fit(self.model, down.start, self.tune, key, data, fixed=down.shared)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: g under the client's l, or under l⁰ where it has none."""
         personal = down.start if local.personal is None else local.personal
         return self.model.apply(trees.merge(personal, down.shared), x)[None]
-
-    def _fit(
-        self, moving: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
-    ) -> tuple[Params, Float[Array, ""]]:
-        def f(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, trees.merge(moving, fixed), batch)
-
-        return descend(self.model, f, moving, training, lr, key, data)

@@ -20,15 +20,12 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes import trees
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedper import Local, Server, Up
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, mean_loss, rows
+from fedbayes.algorithm import Data, Params
+from fedbayes.primitives.averaging import Weighted
+from fedbayes.primitives.layers import Local, Server, SharedLayers, Up
+from fedbayes.primitives.training import Training, fit
 
 
 class Down(NamedTuple):
@@ -40,7 +37,7 @@ class Down(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedRep(SharedLayers[Down], Weighted[Server, Local, Down, Up]):
     """A client first fits its head to the representation, then the representation to its head.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -48,28 +45,12 @@ class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
     10
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    personal: tuple[str, ...] = ("head",)
-    """Paths of the layers that stay with the client."""
     head: Training = Training(epochs=10, batch=50, lr=0.1, momentum=0.9)
     """The first part of a client's round, on its head."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """The second part, on the representation."""
     tune: Training = Training(epochs=10, batch=50, lr=0.01, momentum=0.9)
     """Fitting the head in `adapt`."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """φ at random."""
-        return Server(*self.server_step.start(trees.split(self.model.init(key), self.personal)[1]))
-
-    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """The head at random."""
-        return Local(trees.split(self.model.init(key), self.personal)[0])
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """φ and the round's step sizes."""
@@ -78,26 +59,6 @@ class FedRep(NetworkAlgorithm[Server, Local, Down, Up]):
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Epochs on the head, then epochs on φ; the loss is that of the latter."""
         for_head, for_shared = jax.random.split(key)
-        personal, _ = self._fit(local.personal, down.shared, self.head, down.head_lr, for_head, data)
-        shared, loss = self._fit(down.shared, personal, self.train, down.lr, for_shared, data)
-        return Up(shared, jnp.float32(1) if self.uniform else rows(data), loss), Local(personal)
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of the representations, or a step towards it."""
-        return Server(*self.server_step.next(*server, up.shared))
-
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Fit the head to φ as it is."""
-        return Local(self._fit(local.personal, down.shared, self.tune, self.tune.lr_of(1), key, data)[0])
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """One draw: φ under the client's own head."""
-        return self.model.apply(trees.merge(local.personal, down.shared), x)[None]
-
-    def _fit(
-        self, moving: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
-    ) -> tuple[Params, Float[Array, ""]]:
-        def f(moving: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, trees.merge(moving, fixed), batch)
-
-        return descend(self.model, f, moving, training, lr, key, data)
+        personal, _ = fit(self.model, local.personal, self.head, for_head, data, down.head_lr, fixed=down.shared)
+        shared, loss = fit(self.model, down.shared, self.train, for_shared, data, down.lr, fixed=personal)
+        return Up(shared, self.weight(data), loss), Local(personal)

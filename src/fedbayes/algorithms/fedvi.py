@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
 from fedbayes.primitives import gaussian
@@ -108,13 +108,13 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     model: Model
     """The network and its likelihood; on the command line linear (features are columns), mlp, mlp:256,128, cnn or mobilenet."""
-    local: float = 0.2
+    local: float = setting(0.2, above=0, below=1, which="is a share of the features")
     """Share of the embedding's features, the last of them, that are local."""
     constructor: tuple[int, ...] = (256, 256)
     """Hidden layers of the posterior constructor."""
-    tau: float = 1e-3
+    tau: float = setting(1e-3, least=0, which="weighs a divergence")
     """τ, the weight of KL(q(β) ‖ r(β)); 1 is Bayes' rule for the rows of a batch."""
-    sigma0: float | None = None
+    sigma0: float | None = setting(None, above=0, which="is a standard deviation")
     """σ0, the deviation of r(β); by default √(2/(local features + outputs))."""
     mean_scale: float = 0.1
     """c_μ."""
@@ -124,13 +124,13 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether the constructor gives a bias b_β too, which no prior holds."""
     shared: bool = False
     """Whether support and query are the whole minibatch each, instead of a half each."""
-    gamma: float = 0.0
+    gamma: float = setting(0.0, least=0, which="weighs a divergence")
     """γ, the weight of KL(q(θ) ‖ t(θ)); with 0, θ is a point."""
-    sigma_theta: float = 1.0
+    sigma_theta: float = setting(1.0, above=0, which="is a standard deviation")
     """σ_θ, the deviation of t(θ); only with γ > 0."""
     rho: float = -5.0
     """Where deviations of q(θ) start, log(1 + e^ρ); only with γ > 0."""
-    draws: int = 10
+    draws: int = setting(10, least=1)
     """Draws of β that a prediction averages."""
     train: Training = Training(epochs=1, batch=256, lr=0.02)
     """A client's round."""
@@ -150,16 +150,6 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
                 f"FedVI looks at a network's features, but {self.model} does not say what they are; give from_functions "
                 "features and readout, or from_flax a models.Network of body and head"
             )
-        if not 0 < self.local < 1:
-            raise UserError(f"local is {self.local}, but it is a share of the features: above 0 and below 1")
-        for name in ("tau", "gamma"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name} is {getattr(self, name)}, but it weighs a divergence: give 0 or more")
-        for name in ("draws", "sigma_theta"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}, but it must be above 0")
-        if self.sigma0 is not None and not self.sigma0 > 0:
-            raise UserError(f"sigma0 is {self.sigma0}, but a standard deviation is above 0")
         self.server_step()
         if self.gamma > 0 and (self.train.optimiser != "sgd" or self.train.momentum):
             raise UserError("with gamma > 0 the server adds what each plain step of a client lacks; train with sgd, momentum 0")

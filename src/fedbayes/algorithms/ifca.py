@@ -23,12 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
-from fedbayes.algorithms.ensemble import Down, Server, moved_means, random_starts
-from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, mean_loss, rows
+from fedbayes.algorithm import Data, Mean, Params, Sum, setting
+from fedbayes.primitives.averaging import Weighted
+from fedbayes.primitives.several import Down, Grouped, Server, one_of
+from fedbayes.primitives.training import Training, fit, mean_loss
 
 
 class Local(NamedTuple):
@@ -48,7 +46,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
+class IFCA(Grouped[Local, Up], Weighted[Server, Local, Down, Up]):
     """K models, each of them averaged over the clients that it fits best.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -56,11 +54,9 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
     False
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    K: int = 2
+    K: int = setting(2, least=1)
     """Models, and clusters of clients."""
-    noise: float | None = None
+    noise: float | None = setting(None, above=0, which="tells models apart that start alike")
     """Models start as one network plus noise of this deviation; by default each at random."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
@@ -68,22 +64,11 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether `adapt` also fine-tunes a copy of the chosen model."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.K < 1:
-            raise UserError(f"K is {self.K}, but there is at least 1 model")
-        if self.noise is not None and not self.noise > 0:
-            raise UserError(f"noise is {self.noise}, but models that start alike stay alike; give more than 0, or None")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """K models that differ."""
         if self.noise is None:
-            return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
+            return super().init_server(key)
         alike = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), self.model.init(key))
         apart = trees.normal_like(jax.random.fold_in(key, 1), alike)
         # The first stays as it is, so that one model is what other methods start from.
@@ -94,46 +79,28 @@ class IFCA(NetworkAlgorithm[Server, Local, Down, Up]):
         """Nothing."""
         return Local(None, None)
 
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """All models and the round's step size."""
-        return Down(server.theta, self.train.lr_of(server.round + 1))
-
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from the model that fits the client's rows best."""
         cluster = self.best(down.theta, data)
-        start = _model(down.theta, cluster)
-        w, loss = descend(self.model, self._F, start, self.train, down.lr, key, data)
-        member = (jnp.arange(self.K) == cluster).astype(jnp.float32)
-        moved = jax.tree.map(lambda new, old: member.reshape((-1,) + (1,) * new.ndim) * (new - old)[None], w, start)
-        return Up(moved, member, jnp.float32(1) if self.uniform else rows(data), loss), local
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean of each cluster that has somebody; `member` is Σ_i s_ij n_i over all rows of the round."""
-        return Server(*self.server_step.next(*server, moved_means(server.theta, up.moved, up.member)))
+        start = one_of(down.theta, cluster)
+        w, loss = fit(self.model, start, self.train, key, data, down.lr)
+        return Up(*self.sent(cluster, w, start), self.weight(data), loss), local
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Choose a model by the client's rows, and fine-tune a copy of it where asked to."""
         cluster = self.best(down.theta, data)
         if not self.fine_tune:
             return Local(cluster, None)
-        start = _model(down.theta, cluster)
-        return Local(cluster, descend(self.model, self._F, start, self.tune, self.tune.lr_of(1), key, data)[0])
+        return Local(cluster, fit(self.model, one_of(down.theta, cluster), self.tune, key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's own or chosen model; where it has not chosen, a draw for each of the K."""
         if local.params is not None:
             return self.model.apply(local.params, x)[None]
         if local.cluster is not None:
-            return self.model.apply(_model(down.theta, local.cluster), x)[None]
-        return jax.vmap(lambda theta: self.model.apply(theta, x))(down.theta)
+            return self.model.apply(one_of(down.theta, local.cluster), x)[None]
+        return self.outputs(down.theta, x)
 
     def best(self, theta: Params, data: Data) -> Int[Array, ""]:
         """ĵ = argmin_j F(θ_j), model after model, so that memory is that of one."""
         return jnp.argmin(jax.lax.map(lambda one: mean_loss(self.model, one, data), theta))
-
-    def _F(self, w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        return mean_loss(self.model, w, batch)
-
-
-def _model(theta: Params, cluster: Int[Array, ""]) -> Params:
-    return jax.tree.map(lambda leaf: leaf[cluster], theta)

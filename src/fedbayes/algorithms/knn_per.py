@@ -26,12 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedavg import Down, Server, Up
+from fedbayes.algorithm import Data, Params, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, masked_mean, mean_loss, rows, shuffle
+from fedbayes.primitives.averaging import Averaging, Down, Server, Up
+from fedbayes.primitives.training import Training, fit, masked_mean, shuffle
 
 BLOCK = 256
 """Rows whose features are computed at once."""
@@ -59,7 +58,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
+class KNNPer(Averaging[Local]):
     """Federated averaging; each client mixes in the labels of its own nearest rows.
 
     >>> from fedbayes.models import mlp
@@ -71,34 +70,18 @@ class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
     """The network and its likelihood, one of labels; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    k: int = 10
+    k: int = setting(10, least=1)
     """Neighbours of a row."""
-    scale: float = 1.0
+    scale: float = setting(1.0, above=0, which="divides distances")
     """The distance at which a neighbour counts 1/e."""
-    share: float | None = None
+    share: float | None = setting(None, least=0, most=1, which="is the share of the neighbours")
     """λ of every client; by default each chooses its own."""
-    choose: Literal["likelihood", "accuracy"] = "likelihood"
+    choose: Literal["likelihood", "accuracy"] = setting("likelihood", "accuracy")
     """What is best on the held-out rows."""
-    fold: int = 5
+    fold: int = setting(5, least=2)
     """One row in so many is held out for the choice."""
-    capacity: int | None = None
+    capacity: int | None = setting(None, least=1)
     """Rows that a client remembers, random ones where it has more; by default all."""
-    uniform: bool = False
-    """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (("k", 1), ("fold", 2), ("capacity", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UserError(f"{name} is {value}, but it is at least {least}")
-        if not self.scale > 0:
-            raise UserError(f"scale is {self.scale}, but it divides distances: give a number above 0")
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise UserError(f"share is {self.share}, but it is the share of the neighbours: give 0 to 1, or none to choose it")
-        if self.choose not in ("likelihood", "accuracy"):
-            raise UserError(f"choose is {self.choose!r}, but λ is chosen by likelihood or accuracy; give one of them")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """w at random."""
@@ -111,28 +94,16 @@ class KNNPer(NetworkAlgorithm[Server, Local, Down, Up]):
                 f"kNN-Per compares what the last layer of a network sees, but the model {self.model.name} has no features; "
                 "give from_functions features and readout, or from_flax a Network of body and head"
             )
-        return Server(*self.server_step.start(self.model.init(key)))
+        return super().init_server(key)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
         return Local(None, None)
 
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """w and the round's step size."""
-        return Down(server.params, self.train.lr_of(server.round + 1))
-
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w."""
-
-        def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            return mean_loss(self.model, w, batch)
-
-        params, loss = descend(self.model, F, down.params, self.train, down.lr, key, data)
-        return Up(params, jnp.float32(1) if self.uniform else rows(data), loss), local
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The weighted mean, or a step towards it."""
-        return Server(*self.server_step.next(*server, up.params))
+        params, loss = fit(self.model, down.params, self.train, key, data, down.lr)
+        return Up(params, self.weight(data), loss), local
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Remember the rows and choose λ; w as it is."""

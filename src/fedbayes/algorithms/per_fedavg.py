@@ -22,17 +22,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedavg import Down, Server, Up
+from fedbayes.algorithm import Data, Params, setting
 from fedbayes.algorithms.pfedme import Local
-from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, first_half, mean_loss, rows
+from fedbayes.primitives.averaging import Averaging, Down, Up
+from fedbayes.primitives.training import Training, descend, first_half, mean_loss
 
 
 @dataclasses.dataclass(frozen=True)
-class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
+class PerFedAvg(Averaging[Local]):
     """Averaging of models that are meant to be good after one step on a client's own rows.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -40,39 +37,21 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
     0.01
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    alpha: float = 0.01
+    alpha: float = setting(0.01, least=0, which="is a step size")
     """α, size of a personal step."""
     first_order: bool = False
     """Whether the Hessian is left out."""
-    adapt_steps: int = 1
+    adapt_steps: int = setting(1, least=1)
     """Personal steps in `adapt` and at the end of a client's round."""
     train: Training = Training(epochs=1, batch=50, lr=0.1)
     """A client's round; `lr` is β."""
+    _: dataclasses.KW_ONLY
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.alpha >= 0:
-            raise UserError(f"alpha is {self.alpha}, but it is a step size: give 0 or more")
-        if self.adapt_steps < 1:
-            raise UserError(f"adapt_steps is {self.adapt_steps}, but it is at least 1")
-
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """w at random."""
-        return Server(*self.server_step.start(self.model.init(key)))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet."""
         return Local(trees.zeros(self.model.init(key)), jnp.bool_(False))
-
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """w and the round's step size."""
-        return Down(server.params, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on F_i, then the client's own steps from where they led."""
@@ -82,12 +61,7 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
             return mean_loss(self.model, self._step(w, D), other)
 
         w, loss = descend(self.model, F, down.params, self.train, down.lr, key, data)
-        weight = jnp.float32(1) if self.uniform else rows(data)
-        return Up(w, weight, loss), Local(self._own(w, data), jnp.bool_(True))
-
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean, or a step towards it."""
-        return Server(*self.server_step.next(*server, up.params))
+        return Up(w, self.weight(data), loss), Local(self._own(w, data), jnp.bool_(True))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Personal steps from w."""
@@ -95,8 +69,7 @@ class PerFedAvg(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or w where it has none."""
-        params = trees.choose(local.own, local.theta, down.params)
-        return self.model.apply(params, x)[None]
+        return self.model.apply(trees.choose(local.own, local.theta, down.params), x)[None]
 
     def _step(self, w: Params, data: Data) -> Params:
         """w − α ∇f(w; data)."""

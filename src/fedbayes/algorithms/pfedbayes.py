@@ -24,12 +24,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Sum
-from fedbayes.errors import UserError
-from fedbayes.models import Model
+from fedbayes.algorithm import Data, Mean, Sum, setting
 from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training, rows
 
 
@@ -64,7 +62,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
+class PFedBayes(Stepping[Server, Local, Down, Up]):
     """Each client has its own Gaussian network, whose prior is a Gaussian network that all share.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -72,19 +70,17 @@ class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
     10.0
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    zeta: float = 10.0
+    zeta: float = setting(10.0, least=0, which="weighs a divergence")
     """ζ, weight of the KL divergence."""
-    personal_steps: int = 5
+    personal_steps: int = setting(5, least=1)
     """Steps on q for each minibatch."""
-    beta: float = 1.0
+    beta: float = setting(1.0, above=0, most=1)
     """β, how far the server moves to the mean of the clients' copies."""
     rho: float = -3.0
     """ρ at the start."""
     spread: float | None = 0.1
     """Deviation of the means at the start; None starts them as the network does."""
-    draws: int = 10
+    draws: int = setting(10, least=1)
     """Networks that a prediction averages."""
     local_reparametrisation: bool = False
     """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
@@ -92,17 +88,10 @@ class PFedBayes(NetworkAlgorithm[Server, Local, Down, Up]):
     """A client's round."""
     tune: Training = Training(epochs=5, optimiser="adam", batch=50, lr=0.001)
     """Fitting q in `adapt`."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("personal_steps", "draws"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, but it is at least 1")
         gaussian_network.check(self.rho, self.zeta, self.train, self.tune)
-        if not self.zeta >= 0 or not 0 < self.beta <= 1:
-            raise UserError(f"zeta is {self.zeta} and beta {self.beta}; zeta is not negative, and beta above 0 and at most 1")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Means at random, all ρ alike."""

@@ -23,12 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, NetworkAlgorithm, Params
-from fedbayes.algorithms.fedavg import Down, Server, Up
+from fedbayes.algorithm import Data, Params, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Model
-from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
+from fedbayes.primitives.averaging import Averaging, Down, Server, Up
+from fedbayes.primitives.training import Training, local_steps, mean_loss
 
 
 class Local(NamedTuple):
@@ -39,7 +37,7 @@ class Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
+class PFedMe(Averaging[Local]):
     """Personal models, each held near a shared one that moves towards them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -47,59 +45,42 @@ class PFedMe(NetworkAlgorithm[Server, Local, Down, Up]):
     15.0
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
-    lam: float = 15.0
+    lam: float = setting(15.0, least=0, which="weighs a squared distance")
     """λ, strength of the pull of θ towards w."""
-    K: int = 5
+    K: int = setting(5, least=1)
     """K, steps on θ for each minibatch."""
     personal_lr: float = 0.01
     """Size of a step on θ."""
-    beta: float = 1.0
+    beta: float = setting(1.0, above=0)
     """β, how far the server moves to the mean."""
     train: Training = Training(epochs=1, batch=50, lr=0.005)
     """A client's round; `lr` is η."""
     tune_epochs: int = 5
     """Epochs on θ in `adapt`."""
+    _: dataclasses.KW_ONLY
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
-    server_step: ServerStep = ServerStep()
-    """The server's optimiser; by default it takes the mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lam >= 0:
-            raise UserError(f"lam is {self.lam}, but it weighs a squared distance: give 0 or more")
-        if self.K < 1:
-            raise UserError(f"K is {self.K}, but it is at least 1")
-        if not self.beta > 0:
-            raise UserError(f"beta is {self.beta}, but it must be above 0")
         if self.train.optimiser != "sgd" or self.train.momentum or self.train.decays or self.train.clip:
             raise UserError(
                 "pFedMe's step on w is η λ (w − θ), so its `train` has no momentum, weight_decay, clip or other optimiser"
             )
 
-    def init_server(self, key: PRNGKeyArray) -> Server:
-        """w at random."""
-        return Server(*self.server_step.start(self.model.init(key)))
-
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No model of its own yet."""
         return Local(trees.zeros(self.model.init(key)), jnp.bool_(False))
 
-    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """w and the round's step size η."""
-        return Down(server.params, self.train.lr_of(server.round + 1))
-
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on θ, and w after them, minibatch by minibatch."""
         theta, w, loss = self._fit(down, local, down.lr, key, data, self.train.epochs)
-        return Up(w, jnp.float32(1) if self.uniform else rows(data), loss), Local(theta, jnp.bool_(True))
+        return Up(w, self.weight(data), loss), Local(theta, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Towards the mean, by β."""
         mean = jax.tree.map(lambda w, new: w + self.beta * (new - w), server.params, up.params)
-        return Server(*self.server_step.next(*server, mean))
+        return super().server(key, server, down, up._replace(params=mean))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Epochs on θ, held near w."""

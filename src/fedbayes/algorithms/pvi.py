@@ -19,13 +19,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import StructuredAlgorithm, Sum, fact
+from fedbayes.algorithm import Sum, fact
 from fedbayes.errors import UserError
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.gaussian import Natural
+from fedbayes.primitives.structured import Centred
 from fedbayes.primitives.variational import Family, Locals, Shared
 
 HALVINGS = 10
@@ -72,7 +72,7 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
+class PVI(Centred[Server, Local, Down, Up]):
     """Partitioned variational inference: the posterior of pooled data in few rounds."""
 
     default_rounds: ClassVar[int] = 20
@@ -89,8 +89,6 @@ class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
     """What remains of it at the end of the search."""
     silos: int | None = fact("silos")
     """J, for the bound where some silos are absent; by default the silos of the run."""
-    adapt_steps: int = 1000
-    """Steps of a silo that never trained."""
 
     def __post_init__(self) -> None:
         if not self.family.full:
@@ -154,28 +152,6 @@ class PVI(StructuredAlgorithm[Server, Local, Down, Up]):
         own, _ = variational.own_gradient(self.structured.log_population, shared, noise)
         share = 1.0 if self.silos is None else self.silos / up.silos
         return Server(prior, factors, shared, accepted, server.round + 1, own + share * up.bound)
-
-    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
-        """The bound."""
-        return {"bound": server.bound}
-
-    def eta(self, local: Local, shared: Shared) -> Locals:
-        """η_L, moved from the μ_G that it was written with to that of `shared`."""
-        return variational.moved(local.eta, shared, local.centre)
-
-    def local_from(self, local: Local, eta: Locals, shared: Shared) -> Local:
-        """η_L of another fit, and its μ_G."""
-        return local._replace(eta=eta, centre=shared.eta.mean)
-
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
-        """η_L of a silo that may never have trained, with q(Z_G) as it is."""
-        arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
-        return local._replace(eta=eta, centre=down.shared.eta.mean)
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
-        """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
 
     def _prior_factor(self, key: PRNGKeyArray, q: gaussian.Global) -> Natural:
         """Λ = −E_q ∇² log p and the shift for which E_q ∇ log t_0 = E_q ∇ log p."""

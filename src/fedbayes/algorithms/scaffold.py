@@ -25,9 +25,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
 from fedbayes.errors import UserError
-from fedbayes.models import Model
 from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, fit, rows
 
 
 class Server(NamedTuple):
@@ -71,8 +70,6 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
     20
     """
 
-    model: Model
-    """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
     train: Training = Training(epochs=1, batch=50, lr=0.1)
     """A client's round, by plain SGD: c_i is the mean of its gradients."""
     tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
@@ -104,7 +101,12 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Corrected steps from x, then the new c_i."""
         correction = jax.tree.map(jnp.subtract, down.c, local.c)
-        y, loss = self._fit(down.x, correction, self.train, down.lr, key, data)
+
+        def corrected(y: Params) -> Float[Array, ""]:
+            linear = jax.tree.reduce(jnp.add, jax.tree.map(lambda c, y: jnp.sum(c * y), correction, y), jnp.float32(0))
+            return linear - jax.lax.stop_gradient(linear)  # its gradient, but not its value
+
+        y, loss = fit(self.model, down.x, self.train, key, data, down.lr, also=corrected)
         step = jax.tree.map(jnp.subtract, y, down.x)
         K = self.train.epochs * jnp.ceil(rows(data) / self.train.batch)
         change = jax.tree.map(lambda c, step: jnp.where(K > 0, -c - step / (jnp.maximum(K, 1) * down.lr), 0.0), down.c, step)
@@ -122,18 +124,8 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fine-tune a copy of x, without control variates."""
-        return Local(local.c, self._fit(down.x, trees.zeros(down.x), self.tune, self.tune.lr_of(1), key, data)[0])
+        return Local(local.c, fit(self.model, down.x, self.tune, key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: the client's model, or x where it has none."""
         return self.model.apply(down.x if local.tuned is None else local.tuned, x)[None]
-
-    def _fit(
-        self, w: Params, correction: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
-    ) -> tuple[Params, Float[Array, ""]]:
-        def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            terms = jax.tree.map(lambda c, w: jnp.sum(c * w), correction, w)
-            linear = jax.tree.reduce(jnp.add, terms, jnp.float32(0))
-            return mean_loss(self.model, w, batch) + linear - jax.lax.stop_gradient(linear)  # its gradient, but not its value
-
-        return descend(self.model, F, w, training, lr, key, data)

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.algorithm import StructuredAlgorithm, Sum, fact
+from fedbayes.algorithm import Sum, fact
 from fedbayes.primitives import variational
-from fedbayes.primitives.variational import Family, Locals, Noise, Shared
+from fedbayes.primitives.structured import Variational
+from fedbayes.primitives.variational import Locals, Noise, Shared
 
 
 class Server(NamedTuple):
@@ -57,21 +58,18 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SFVI(StructuredAlgorithm[Server, Local, Down, Up]):
+class SFVI(Variational[Server, Local, Down, Up]):
     """Structured federated variational inference over silos that each have their own latents."""
 
     default_rounds: ClassVar[int] = 5000
     starts_anywhere: ClassVar[bool] = True
 
-    family: Family = Family()
     lr: float = 0.01
     """Adam's step size, on the server and at the silos."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
     silos: int | None = fact("silos")
     """J; by default the silos of the run."""
-    adapt_steps: int = 1000
-    """Steps of a silo that never trained."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """N(0, start² I), and θ as the model has it."""
@@ -108,19 +106,6 @@ class SFVI(StructuredAlgorithm[Server, Local, Down, Up]):
         gradient = jax.tree.map(lambda one, other: one + share * other, gradient, up.gradient)
         shared, optimiser = variational.ascend(self._adam(), server.shared, gradient, server.optimiser)
         return Server(shared, optimiser, own + share * up.bound)
-
-    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
-        """The bound."""
-        return {"bound": server.bound}
-
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
-        """η_L of a silo that may never have trained, with q(Z_G) as it is."""
-        arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        return local._replace(eta=variational.adapt(*arguments, key, down.shared, local.eta, data))
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
-        """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(self.family, self.structured, key, down.shared, local.eta, x)
 
     def _adam(self) -> optax.GradientTransformation:
         return variational.adam(self.lr, self.decay, self.rounds)

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.algorithm import Mean, Stack, StructuredAlgorithm, fact
+from fedbayes.algorithm import Mean, Stack, fact
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
 from fedbayes.primitives import gaussian, variational
-from fedbayes.primitives.variational import Family, Locals, Shared
+from fedbayes.primitives.structured import Centred
+from fedbayes.primitives.variational import Locals, Shared
 
 
 class Server(NamedTuple):
@@ -56,12 +57,11 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SFVIAvg(StructuredAlgorithm[Server, Local, Down, Up]):
+class SFVIAvg(Centred[Server, Local, Down, Up]):
     """SFVI that averages posteriors after local steps: few rounds, at a price in accuracy."""
 
     default_rounds: ClassVar[int] = 50
 
-    family: Family = Family()
     steps: int = 100
     """m, local steps in a round."""
     lr: float = 0.01
@@ -70,8 +70,6 @@ class SFVIAvg(StructuredAlgorithm[Server, Local, Down, Up]):
     """What remains of the step size at the end of `rounds`, falling geometrically."""
     rows: int | None = fact("rows")
     """N, the observations of all silos; by default those of the run."""
-    adapt_steps: int = 1000
-    """Steps of a silo that never trained."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """N(0, start² I), and θ as the model has it."""
@@ -124,28 +122,6 @@ class SFVIAvg(StructuredAlgorithm[Server, Local, Down, Up]):
         else:
             eta = gaussian.barycentre(up.mean, up.covariances)
         return Server(Shared(eta, up.theta), up.bound)
-
-    def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
-        """The bound."""
-        return {"bound": server.bound}
-
-    def eta(self, local: Local, shared: Shared) -> Locals:
-        """η_L, moved from the μ_G that it was written with to that of `shared`."""
-        return variational.moved(local.eta, shared, local.centre)
-
-    def local_from(self, local: Local, eta: Locals, shared: Shared) -> Local:
-        """η_L of another fit, and its μ_G."""
-        return local._replace(eta=eta, centre=shared.eta.mean)
-
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
-        """η_L of a silo that may never have trained, with q(Z_G) as it is."""
-        arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
-        return local._replace(eta=eta, centre=down.shared.eta.mean)
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
-        """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
 
     def _adam(self) -> optax.GradientTransformation:
         return variational.adam(self.lr, self.decay, None if self.rounds is None else self.rounds * self.steps)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
-from fedbayes.algorithm import Data, NetworkAlgorithm
+from fedbayes.algorithm import Data, NetworkAlgorithm, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.models.predictive import is_numeric
@@ -53,9 +53,11 @@ class Tempered(NetworkAlgorithm[Any, Local, Any, Any]):
     Fit(Tempered FedPer, 1 rounds on digits)
     """
 
+    model: Model = dataclasses.field(init=False, repr=False)
+    """That of the algorithm inside."""
     algorithm: NetworkAlgorithm[Any, Any, Any, Any]
     """The algorithm inside."""
-    share: float = 0.2
+    share: float = setting(0.2, above=0, below=1, which="is a share of a client's rows")
     """Share of a client's training rows that calibrate instead of train."""
 
     def __post_init__(self) -> None:
@@ -63,15 +65,10 @@ class Tempered(NetworkAlgorithm[Any, Local, Any, Any]):
             raise UserError(
                 f"the algorithm inside is {self.algorithm!r}, but it is one with its network, such as fb.FedPer(model)"
             )
-        if not 0 < self.share < 1:
-            raise UserError(f"share is {self.share}, but it is a share of a client's rows: above 0 and below 1")
+        object.__setattr__(self, "model", self.algorithm.model)
+        super().__post_init__()
         if is_numeric(self.model.likelihood):
             raise UserError(f"a temperature scales the logits of labels, but {self.model} predicts numbers")
-
-    @property
-    def model(self) -> Model:  # type: ignore[override]
-        """That of the algorithm inside."""
-        return self.algorithm.model
 
     @property
     def title(self) -> str:

@@ -20,7 +20,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Params, fact
+from fedbayes.algorithm import Data, Params, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Model, Normal
 from fedbayes.primitives import optimisers
@@ -38,11 +38,11 @@ class Training:
     [0.1, 0.1, 0.01, 0.001]
     """
 
-    epochs: int = 1
+    epochs: int = setting(1, least=0)
     """Passes over the client's rows."""
     optimiser: Optimiser = "sgd"
     """Any of Optax's by name, such as adamw or adamw:b1=0.95; in Python also a GradientTransformation. Restarts each round."""
-    batch: int = 50
+    batch: int = setting(50, least=1)
     """Rows in a minibatch; the last one of an epoch may hold fewer."""
     lr: float = 0.1
     """Step size in the first round; a GradientTransformation has its own."""
@@ -61,9 +61,7 @@ class Training:
 
     def __post_init__(self) -> None:
         optimisers.check(self.optimiser)
-        for name, least in (("epochs", 0), ("batch", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}, but it is at least {least}")
+        check_settings(self)
         if not self.lr >= 0 or not 0 <= self.momentum < 1:
             raise UserError(f"lr is {self.lr} and momentum {self.momentum}; lr is not negative and momentum is below 1")
         if any(not isinstance(fraction, int | float) for fraction in self.decay_at):
@@ -179,6 +177,28 @@ def descend(
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
     params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
     return params, total / jnp.maximum(steps, 1)
+
+
+def fit(
+    model: Model,
+    w: Params,
+    training: Training,
+    key: PRNGKeyArray,
+    data: Data,
+    lr: Float[Array, ""] | None = None,
+    fixed: Params | None = None,
+    also: Callable[[Params], Float[Array, ""]] | None = None,
+) -> tuple[Params, Float[Array, ""]]:
+    """Minimise F(w) + also(w), F the mean negative log-likelihood of w, under layers that are `fixed` where there are any.
+
+    The step size is by default that of a first round. Returns the parameters and the mean loss over the steps.
+    """
+
+    def F(w: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+        loss = mean_loss(model, w if fixed is None else trees.merge(w, fixed), batch)
+        return loss if also is None else loss + also(w)
+
+    return descend(model, F, w, training, training.lr_of(1) if lr is None else lr, key, data)
 
 
 def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:

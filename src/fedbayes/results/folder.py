@@ -218,7 +218,7 @@ def describe(config: Any) -> Any:
     if isinstance(config, Model):
         return {"name": config.name, "likelihood": repr(config.likelihood)}
     if dataclasses.is_dataclass(config):
-        fields = [field.name for field in dataclasses.fields(config) if field.metadata.get("fact") != "form"]
+        fields = [field.name for field in dataclasses.fields(config) if field.init and field.metadata.get("fact") != "form"]
         return {name: describe(getattr(config, name)) for name in fields}
     if isinstance(config, tuple | list):
         return [describe(entry) for entry in config]

@@ -61,7 +61,7 @@ def encode(value: Any) -> Any:
         return _encode_model(value)
     if type(value) in OPTIONS.values() or _registered(type(value)) is not None:
         name = _registered(type(value)) or type(value).__name__
-        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
         return {"class": name, "fields": fields}
     for name, function in FUNCTIONS.items():
         if value is function:

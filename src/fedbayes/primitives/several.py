@@ -1,0 +1,84 @@
+"""Kinds of algorithm whose server keeps K networks, K of each array."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+
+from fedbayes.algorithm import LocalT, Params, UpT, setting
+from fedbayes.models import Model
+from fedbayes.primitives.averaging import Stepping
+
+
+class Server(NamedTuple):
+    """The networks (K of each array), the number of rounds behind them, and the state of the server's optimiser if any."""
+
+    theta: Params
+    round: Int[Array, ""]
+    optimiser: Any = None
+
+
+class Down(NamedTuple):
+    """The networks and this round's step size."""
+
+    theta: Params
+    lr: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Several(Stepping[Server, LocalT, Down, UpT]):
+    """K networks that start apart: alike, they would stay alike."""
+
+    K: int = setting(2, least=1)
+    """Networks."""
+
+    def init_server(self, key: PRNGKeyArray) -> Server:
+        """K networks at random."""
+        return Server(*self.server_step.start(random_starts(self.model, key, self.K)))
+
+    def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
+        """All networks and the round's step size."""
+        return Down(server.theta, self.train.lr_of(server.round + 1))
+
+    def outputs(self, theta: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "K n k"]:
+        """What each network gives."""
+        return jax.vmap(lambda one: self.model.apply(one, x))(theta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(Several[LocalT, UpT]):
+    """A client trains one network, and sends its step in the place of that network, zeros in the others."""
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Any) -> Server:
+        """The mean of each group that has somebody, or a step towards it; `up.member` is the group's share of the weight."""
+        return Server(*self.server_step.next(*server, moved_means(server.theta, up.moved, up.member)))
+
+    def sent(self, group: Int[Array, ""], new: Params, old: Params) -> tuple[Params, Float[Array, " K"]]:
+        """new − old in the place of the group, and a one in that place."""
+        member = (jnp.arange(self.K) == group).astype(jnp.float32)
+        return jax.tree.map(lambda new, old: member.reshape((-1,) + (1,) * new.ndim) * (new - old)[None], new, old), member
+
+
+def random_starts(model: Model, key: PRNGKeyArray, K: int) -> Params:
+    """K networks at random, stacked; the first is `model.init(key)`, so that one network is what other methods start from."""
+    keys = [key, *jax.random.split(jax.random.fold_in(key, 1), K - 1)] if K > 1 else [key]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(model.init(one) for one in keys))
+
+
+def one_of(theta: Params, place: Int[Array, ""]) -> Params:
+    """One of the networks."""
+    return jax.tree.map(lambda leaf: leaf[place], theta)
+
+
+def moved_means(theta: Params, moved: Params, member: Float[Array, " K"]) -> Params:
+    """K networks, each moved by the mean over its members; one without members stays."""
+
+    def mean(old: Array, moved: Array) -> Array:
+        share = member.reshape((-1,) + (1,) * (old.ndim - 1))
+        return old + jnp.where(share > 0, moved / jnp.where(share > 0, share, 1.0), 0.0)
+
+    return jax.tree.map(mean, theta, moved)

@@ -1,0 +1,56 @@
+"""Kinds of algorithm that fit a structured model by a variational family: SFVI and its relatives."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import optax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedbayes.algorithm import DownT, LocalT, ServerT, StructuredAlgorithm, UpT
+from fedbayes.primitives import variational
+from fedbayes.primitives.variational import Family, Locals, Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Variational(StructuredAlgorithm[ServerT, LocalT, DownT, UpT]):
+    """q(Z_G) is shared, q(Z_L | Z_G) the silo's own; `server.bound` is the bound, `down.shared` η_G and θ."""
+
+    family: Family = Family()
+    _: dataclasses.KW_ONLY
+    adapt_steps: int = 1000
+    """Steps of a silo that never trained."""
+
+    @property
+    @abc.abstractmethod
+    def lr(self) -> float:
+        """Adam's step size."""
+
+    def metrics(self, server: Any) -> dict[str, Float[Array, ""]]:
+        """The bound."""
+        return {"bound": server.bound}
+
+    def adapt(self, key: PRNGKeyArray, down: Any, local: LocalT, data: Any) -> LocalT:
+        """η_L of a silo that may never have trained, with q(Z_G) as it is."""
+        arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
+        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
+        return self.local_from(local, eta, down.shared)
+
+    def predict(self, key: PRNGKeyArray, down: Any, local: LocalT, x: Any) -> Any:
+        """Posterior predictive draws of what a silo observes, by site."""
+        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Centred(Variational[ServerT, LocalT, DownT, UpT]):
+    """A silo keeps η_L with the μ_G that it was written with, `local.centre`: it may miss rounds in which μ_G moves."""
+
+    def eta(self, local: Any, shared: Shared) -> Locals:
+        """η_L, moved from the μ_G that it was written with to that of `shared`."""
+        return variational.moved(local.eta, shared, local.centre)
+
+    def local_from(self, local: Any, eta: Locals, shared: Shared) -> LocalT:
+        """η_L of another fit, and its μ_G."""
+        return local._replace(eta=eta, centre=shared.eta.mean)
