@@ -148,7 +148,7 @@ def parts(cell: Cell, seed: int) -> tuple[list[Any], list[Any]]:
 @functools.partial(jax.jit, static_argnums=0)
 def accuracy(algorithm: Any, key: Any, shared: Any, eta: Any, data: Any) -> Any:
     """Percent of rows whose most probable digit, by the posterior predictive, is right."""
-    draws = variational.predict(algorithm.family, algorithm.structured, key, shared, eta, data, count=DRAWS)
+    draws = variational.predict(algorithm.at(data), key, shared, eta, count=DRAWS)
     found = jnp.argmax(jnp.mean(jax.nn.softmax(draws["logits"]), axis=0), axis=1)
     return 100 * jnp.mean(found == data["y"])
 

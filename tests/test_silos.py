@@ -422,7 +422,7 @@ REFUSED = {
     "two silos have the same name; give each its own": lambda: simulate(
         SFVI(population, silo), {1: {"y": Y}, "1": {"y": Y}}, 3
     ),
-    "bound is 0, but a family needs more than 0": lambda: Family(bound=0),
+    "bound is 0, but it is at least 1": lambda: Family(bound=0),
     "the bound is not finite in round": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9),
     "silo 's0': its numbers are not finite": lambda: simulate(SFVI(population, silo, lr=1e30), partition(5, 7), 9, loop=True),
 }

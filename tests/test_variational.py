@@ -14,7 +14,7 @@ from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, population, sam
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian, variational
-from fedbayes.primitives.variational import Family, Shared
+from fedbayes.primitives.variational import Family, Shared, Silo
 
 MODEL = Structured(population, silo)
 DATA = {"y": jnp.asarray(Y)}
@@ -35,8 +35,8 @@ OFF_LOCAL = jax.tree.map(lambda leaf: leaf + jnp.linspace(0.0, 0.15, leaf.size).
 @functools.partial(jax.jit, static_argnums=0)
 def gradients(family, shared, eta):
     model, key, indices = MODEL, 0, {}
-    noise_G, noise_L, _ = variational.chance(family, model, jax.random.key(key), DATA)
-    value, more, own = variational.silo_gradient(family, model, shared, eta, noise_G, noise_L, DATA, indices)
+    noise_G, noise_L, _ = variational.chance(Silo(family, model, DATA), jax.random.key(key))
+    value, more, own = variational.silo_gradient(Silo(family, model, DATA), shared, eta, noise_G, noise_L, indices)
     also, prior = variational.own_gradient(model.log_population, shared, noise_G)
     return value + also, jax.tree.map(jnp.add, prior, more), own
 
@@ -71,8 +71,8 @@ def test_gradients_are_those_of_the_bound_with_less_variance(bound):
     @jax.jit
     @jax.vmap
     def both(key):
-        noise_G, noise_L, _ = variational.chance(family, MODEL, key, DATA)
-        _, more, own = variational.silo_gradient(family, MODEL, OFF, OFF_LOCAL, noise_G, noise_L, DATA, {})
+        noise_G, noise_L, _ = variational.chance(Silo(family, MODEL, DATA), key)
+        _, more, own = variational.silo_gradient(Silo(family, MODEL, DATA), OFF, OFF_LOCAL, noise_G, noise_L, {})
         _, prior = variational.own_gradient(MODEL.log_population, OFF, noise_G)
         ours = (jax.tree.map(jnp.add, prior, more), own)
         one = {"units": noise_L["units"][0]}
@@ -93,15 +93,15 @@ def test_a_subsampled_plate_gives_the_same_in_the_mean():
     @jax.jit
     @jax.vmap
     def drawn(key):
-        noise_G, noise_L, indices = variational.chance(family, model, key, DATA)
-        value, more, own = variational.silo_gradient(family, model, OFF, OFF_LOCAL, noise_G, noise_L, DATA, indices)
+        noise_G, noise_L, indices = variational.chance(Silo(family, model, DATA), key)
+        value, more, own = variational.silo_gradient(Silo(family, model, DATA), OFF, OFF_LOCAL, noise_G, noise_L, indices)
         return value, jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((more, own))]), indices["units"]
 
     @jax.jit
     @jax.vmap
     def whole(key):
-        noise_G, noise_L, _ = variational.chance(family, MODEL, key, DATA)
-        value, more, own = variational.silo_gradient(family, MODEL, OFF, OFF_LOCAL, noise_G, noise_L, DATA, {})
+        noise_G, noise_L, _ = variational.chance(Silo(family, MODEL, DATA), key)
+        value, more, own = variational.silo_gradient(Silo(family, MODEL, DATA), OFF, OFF_LOCAL, noise_G, noise_L, {})
         return value, jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves((more, own))])
 
     keys = jax.random.split(jax.random.key(2), 6000)
@@ -116,7 +116,9 @@ def test_a_subsampled_plate_gives_the_same_in_the_mean():
 
 def test_evidence_by_importance_sampling():
     z = jnp.float32([[0.4], [1.9]])
-    evidence = jax.jit(lambda z: variational.log_evidence(Family(), MODEL, jax.random.key(0), EXACT, EXACT_LOCAL, DATA, z, 20))
+    evidence = jax.jit(
+        lambda z: variational.log_evidence(Silo(Family(), MODEL, DATA), jax.random.key(0), EXACT, EXACT_LOCAL, z, 20)
+    )
     found = evidence(z)
     expected = [dist.Normal(float(mean), np.hypot(0.7, 0.5)).log_prob(Y).sum() for mean in z[:, 0]]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
@@ -133,7 +135,7 @@ def test_evidence_with_latents_in_no_plate():
     model = Structured(population, shifted)
     eta = Family().init_local(jax.random.key(0), model, DATA)
     eta[""] = eta[""]._replace(log_scale=jnp.full((1, 1), np.log(0.4)), mean=jnp.full((1, 1), 0.2))
-    evidence = jax.jit(lambda z: variational.log_evidence(Family(), model, jax.random.key(0), EXACT, eta, DATA, z, 800))
+    evidence = jax.jit(lambda z: variational.log_evidence(Silo(Family(), model, DATA), jax.random.key(0), EXACT, eta, z, 800))
     found = evidence(jnp.full((4, 1), 1.0))
     scale = 0.25 * np.ones((12, 12)) + np.eye(12)
     expected = dist.MultivariateNormal(jnp.ones(12), jnp.asarray(scale, jnp.float32)).log_prob(Y)

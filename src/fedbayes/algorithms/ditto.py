@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Params, setting
 from fedbayes.primitives.averaging import Averaging, Down, Up
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, pull
 
 
 class Local(NamedTuple):
@@ -60,26 +60,17 @@ class Ditto(Averaging[Local]):
         """Local epochs from w for the server, and from v for the client."""
         w, loss = fit(self.model, down.params, self.train, key, data, down.lr)
         personal = dataclasses.replace(self.train, epochs=self.personal_epochs)
-        v = self._personal(down, local, personal, key, data, down.lr)
+        v, _ = fit(self.model, _own(down, local), personal, key, data, down.lr, also=pull(self.lam, down.params))
         return Up(w, self.weight(data), loss), Local(v, jnp.bool_(True))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Epochs on the client's own model, from v or, where it has none, from w."""
-        return Local(self._personal(down, local, self.tune, key, data), jnp.bool_(True))
+        v, _ = fit(self.model, _own(down, local), self.tune, key, data, also=pull(self.lam, down.params))
+        return Local(v, jnp.bool_(True))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw: v, or w where the client has none."""
         return self.model.apply(_own(down, local), x)[None]
-
-    def _personal(
-        self, down: Down, local: Local, training: Training, key: PRNGKeyArray, data: Data, lr: Float[Array, ""] | None = None
-    ) -> Params:
-        """v after epochs on h."""
-
-        def pull(v: Params) -> Float[Array, ""]:
-            return self.lam / 2 * trees.squared_distance(v, down.params)
-
-        return fit(self.model, _own(down, local), training, key, data, lr, also=pull)[0]
 
 
 def _own(down: Down, local: Local) -> Params:

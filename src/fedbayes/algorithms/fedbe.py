@@ -29,10 +29,8 @@ from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model
 from fedbayes.primitives.averaging import Down, FineTuning, Local
-from fedbayes.primitives.training import Training, fit, local_steps, masked_mean, rows
+from fedbayes.primitives.training import Training, fit, in_blocks, local_steps, masked_mean, rows
 
-BLOCK = 256
-"""Unlabelled rows that a teacher labels at once."""
 FALL = 0.4
 """The last step of a cycle, as a share of the first."""
 
@@ -124,7 +122,7 @@ class FedBE(FineTuning[Server, Down, Up]):
         """p̂: what the teachers say on average. One teacher is in memory at a time, and besides it the clients' models."""
 
         def says(teacher: Params) -> Float[Array, "u k"]:
-            return jax.lax.map(lambda row: jax.nn.softmax(self.model.apply(teacher, row[None])[0]), x, batch_size=BLOCK)
+            return in_blocks(lambda w, rows: jax.nn.softmax(self.model.apply(w, rows)), teacher, x)
 
         def sampled(key: PRNGKeyArray) -> Float[Array, "u k"]:
             return says(self.sample(key, average, up))

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.primitives.averaging import Weighted
-from fedbayes.primitives.several import Down, Server, Several
+from fedbayes.primitives.several import Down, Server, Several, by_shares
 from fedbayes.primitives.training import Training, descend, masked_mean
 
 LEAST = 1e-12
@@ -94,12 +94,7 @@ class FedEM(Several[Local, Up], Weighted[Server, Local, Down, Up]):
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the components in the client's shares."""
         outputs = self.outputs(down.theta if local.theta is None else local.theta, x)
-        if self.K == 1:
-            return outputs
-        # Draw s belongs to the component under the quantile (s + ½)/S: shares are right to 1/S, without chance.
-        quantiles = (jnp.arange(self.draws, dtype=jnp.float32) + 0.5) / self.draws
-        chosen = jnp.sum(quantiles[:, None] > jnp.cumsum(local.pi)[None], axis=1)
-        return outputs[jnp.minimum(chosen, self.K - 1)]
+        return outputs if self.K == 1 else outputs[by_shares(local.pi, self.draws)]
 
     def log_likelihoods(self, theta: Params, data: Data) -> Float[Array, "K n"]:
         """log p(y | x, θ_k) of each row, component after component, so that memory is that of one."""

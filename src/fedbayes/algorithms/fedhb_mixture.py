@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setti
 from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.models.model import network_outputs
-from fedbayes.primitives.training import Training, descend, drawn, masked_mean, mean_loss, rows
+from fedbayes.primitives.several import by_shares
+from fedbayes.primitives.training import Training, descend, drawn, fit, masked_mean, mean_loss, rows
 
 
 class Server(NamedTuple):
@@ -126,7 +127,8 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
         r = self._noisy(for_noise, r) if self.K > 1 else r
         gate_head, beta = self._init_gate(for_gate)
-        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), self._no_bound(), jnp.int32(0))
+        bound = jnp.float32(0) if self.elbo else None
+        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), bound, jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -138,7 +140,9 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (22), then the E-step, and the gate."""
-        m_i, loss = self._fit(self._start(down, data), down.r, down.head, self.train, down.lr, key, data)
+        best = self.start == "best"
+        start = self._best(down, data) if best else jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
+        m_i, loss = self._fit(start, down.r, down.head, self.train, down.lr, key, data)
         distance = squared_distances(m_i, down.r)
         c, label = jax.nn.softmax(-distance / (2 * self.sigma2)), jnp.argmin(distance)
         beta, for_gate = down.beta, jax.random.fold_in(key, np.uint32(0xFFFFFFFE))
@@ -148,7 +152,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
                 return self._gate_loss(beta, down, label, batch)
 
             some = drawn(for_gate, data, self.gate_rows)
-            beta, _ = descend(self._gate(), G, down.beta, self.train_gate, down.lr, for_gate, some)
+            beta, _ = descend((self.gate or self.model), G, down.beta, self.train_gate, down.lr, for_gate, some)
         moved = jax.tree.map(lambda m, r: c.reshape((-1,) + (1,) * m.ndim) * (m[None] - r), m_i, down.r)
         objective = None
         if self.elbo:
@@ -186,8 +190,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         start = self._best(down, data)  # a mean of prototypes that lie apart is no good network
         heads = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), down.head)
         whole = trees.merge(start, down.head)
-        nothing = jax.tree.map(lambda _: None, whole)
-        return Local(self._fit(whole, trees.merge(down.r, heads), nothing, self.tune, self.tune.lr_of(1), key, data)[0])
+        return Local(self._fit(whole, trees.merge(down.r, heads), None, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw of the client's own m (85), or draws of the prototypes in the gate's shares (82) where it has none."""
@@ -196,23 +199,16 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         outputs = jax.vmap(lambda r: self.model.apply(trees.merge(r, down.head), x))(down.r)
         if self.K == 1:
             return outputs
-        # Draw s belongs to the prototype under the quantile (s + ½)/S: shares are right to 1/S, without chance.
-        edges = jnp.cumsum(self.gate_shares(down, x), axis=1)
-        quantiles = (jnp.arange(self.draws, dtype=edges.dtype) + 0.5) / self.draws
-        chosen = jnp.minimum(jnp.sum(quantiles[:, None, None] > edges[None], axis=2), self.K - 1)
-        return jnp.take_along_axis(outputs, chosen[:, :, None], axis=0)
+        return jnp.take_along_axis(outputs, by_shares(self.gate_shares(down, x), self.draws)[:, :, None], axis=0)
 
     def gate_shares(self, down: Down, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
         """g(x; β)."""
-        return jax.nn.softmax(self._gate().apply(trees.merge(down.beta, down.gate_head), x), axis=1)
+        return jax.nn.softmax((self.gate or self.model).apply(trees.merge(down.beta, down.gate_head), x), axis=1)
 
     def _noisy(self, key: PRNGKeyArray, r: Params) -> Params:
         d = sum(leaf[0].size for leaf in jax.tree.leaves(r))
         scale = self.noise * math.sqrt(self.sigma2 / d)
         return jax.tree.map(lambda leaf, noise: leaf + scale * noise, r, trees.normal_like(key, r))
-
-    def _no_bound(self) -> Float[Array, ""] | None:
-        return jnp.float32(0) if self.elbo else None
 
     def _clients(self) -> int:
         if self.N is None:
@@ -220,31 +216,22 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         return self.N
 
     def _fit(
-        self, start: Params, r: Params, fixed: Params, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+        self, start: Params, r: Params, fixed: Any, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
     ) -> tuple[Params, Float[Array, ""]]:
         """(22) over |D_i|, by minibatches; a client of so few rows that the pull would overshoot takes smaller steps."""
         n = jnp.maximum(rows(data), 1)
         if training.optimiser == "sgd":
             lr = jnp.minimum(lr, (1 + training.momentum) * self.sigma2 * n)  # half of what is stable
 
-        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            apart = jax.nn.logsumexp(-squared_distances(m, r) / (2 * self.sigma2))
-            return mean_loss(self.model, trees.merge(m, fixed), batch) - apart / n
+        def apart(m: Params) -> Float[Array, ""]:
+            return -jax.nn.logsumexp(-squared_distances(m, r) / (2 * self.sigma2)) / n
 
-        return descend(self.model, F, start, training, lr, key, data)
-
-    def _start(self, down: Down, data: Data) -> Params:
-        if self.start == "centre":
-            return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
-        return self._best(down, data)
+        return fit(self.model, start, training, key, data, lr, fixed, apart)
 
     def _best(self, down: Down, data: Data) -> Params:
         """The prototype that fits the client's rows best."""
         losses = jax.lax.map(lambda r: mean_loss(self.model, trees.merge(r, down.head), data), down.r)
         return jax.tree.map(lambda leaf: leaf[jnp.argmin(losses)], down.r)
-
-    def _gate(self) -> Model:
-        return self.gate or self.model
 
     def _init_gate(self, key: PRNGKeyArray) -> tuple[Params, Params]:
         """The gate's head and body: the network's, its last axis of outputs cut or repeated to K."""
@@ -263,7 +250,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _gate_loss(self, beta: Params, down: Down, label: Int[Array, ""], batch: Data) -> Float[Array, ""]:
         """−log g_j*(x; β), over the rows of the batch."""
-        outputs = self._gate().apply(trees.merge(beta, down.gate_head), batch.x)
+        outputs = (self.gate or self.model).apply(trees.merge(beta, down.gate_head), batch.x)
         if outputs.shape[1] != self.K:
             raise UserError(f"the gate gives {outputs.shape[1]} numbers per row for {self.K} prototypes; give gate=Model")
         return masked_mean(-jax.nn.log_softmax(outputs, axis=1)[:, label], batch.mask)

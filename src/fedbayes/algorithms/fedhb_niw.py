@@ -145,7 +145,8 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """m0 and the head at random; V0 such that a client sees Σ0 alone."""
         head, m0 = trees.frozen(self.model.init(key), self.head, self.head_scale)
-        Sigma0 = jax.tree.map(lambda leaf: jnp.float32(self._sigma0_squared()), m0)
+        at_start = 1.0 if self.prior == "literal" else (self._clients() + 3) * self.sigma0**2
+        Sigma0 = jax.tree.map(lambda leaf: jnp.float32(at_start), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
         return Server(m0, V0, Sigma0, head, jnp.float32(0) if self.elbo else None, jnp.int32(0))
@@ -234,9 +235,6 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         if self.N is None:
             raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
         return self.N
-
-    def _sigma0_squared(self) -> float:
-        return 1.0 if self.prior == "literal" else (self._clients() + 3) * self.sigma0**2
 
     def _prior(self, m0: Params) -> Prior:
         N = self._clients()

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from fedbayes import trees
-from fedbayes.algorithm import Data, Params
+from fedbayes.algorithm import Data
 from fedbayes.primitives.averaging import Averaging, Down, FineTuning, Local, Server, Up
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, pull
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +39,9 @@ class FedProx(Averaging[Local], FineTuning[Server, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs from w on the pulled objective."""
-        params, loss = self._fit(down.params, self.train, key, data, down.lr)
+        params, loss = fit(self.model, down.params, self.train, key, data, down.lr, also=pull(self.mu, down.params))
         return Up(params, self.weight(data), loss), local
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """The client's own mode of the pulled objective."""
-        return Local(self._fit(down.params, self.tune, key, data)[0])
-
-    def _fit(
-        self, w: Params, training: Training, key: PRNGKeyArray, data: Data, lr: Float[Array, ""] | None = None
-    ) -> tuple[Params, Float[Array, ""]]:
-        def pull(w_i: Params) -> Float[Array, ""]:
-            return self.mu / 2 * trees.squared_distance(w_i, w)
-
-        return fit(self.model, w, training, key, data, lr, also=pull)
+        return Local(fit(self.model, down.params, self.tune, key, data, also=pull(self.mu, down.params))[0])

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
@@ -298,14 +299,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         """γ/|D| KL(q(θ) ‖ t(θ))."""
         if self.D is None:
             raise UserError("D is not set: with γ > 0 the prior of θ is weighed against the rows of all clients; give D")
-        terms = jax.tree.map(
-            lambda mean, rho: gaussian.kl_diagonal(
-                mean, gaussian.deviation(rho), jnp.zeros_like(mean), jnp.full_like(mean, self.sigma_theta)
-            ),
-            q.mean,
-            q.rho,
-        )
-        return self.gamma / self.D * jax.tree.reduce(jnp.add, terms)
+        sigma = jax.tree.map(lambda mean: jnp.full_like(mean, self.sigma_theta), q.mean)
+        return self.gamma / self.D * gaussian.kl(q, gaussian.Prior(trees.zeros(q.mean), sigma))
 
 
 @functools.cache

@@ -18,7 +18,6 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -30,10 +29,8 @@ from fedbayes.algorithm import Data, Params, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model
 from fedbayes.primitives.averaging import Averaging, Down, Server, Up
-from fedbayes.primitives.training import Training, fit, masked_mean, shuffle
+from fedbayes.primitives.training import Training, fit, in_blocks, masked_mean, shuffle
 
-BLOCK = 256
-"""Rows whose features are computed at once."""
 GRID = np.linspace(0, 1, 101, dtype=np.float32)
 """The values of λ that a client chooses from."""
 LEAST = 1e-6
@@ -112,7 +109,7 @@ class KNNPer(Averaging[Local]):
         order = jnp.pad(order, (0, capacity - order.shape[0]))
         x, place = data.x[order], jnp.arange(capacity)
         mask = place < jnp.sum(data.mask)
-        features = jnp.where(mask[:, None], _in_blocks(self._features, down.params, x), 0.0)
+        features = jnp.where(mask[:, None], in_blocks(self._features, down.params, x), 0.0)
         datastore = Datastore(features, jnp.where(mask, data.y[order].astype(jnp.int32), 0), mask)
         if self.share is not None:
             return Local(datastore, jnp.where(jnp.any(mask), jnp.float32(self.share), 0.0))
@@ -120,7 +117,7 @@ class KNNPer(Averaging[Local]):
         held, most = (jnp.sum(mask) + self.fold - 1) // self.fold, -(-capacity // self.fold)
         others = datastore._replace(mask=mask & (place >= held))
         log_kNN = self._neighbours(others, features[:most])
-        log_w = self._shared(_in_blocks(self.model.apply, down.params, x[:most]))
+        log_w = self._shared(in_blocks(self.model.apply, down.params, x[:most]))
         y = datastore.y[:most, None]
 
         def merit(share: Float[Array, ""]) -> Float[Array, ""]:
@@ -166,8 +163,3 @@ class KNNPer(Averaging[Local]):
 
 def _mixture(share: Float[Array, ""], log_kNN: Float[Array, "n c"], log_w: Float[Array, "n c"]) -> Float[Array, "n c"]:
     return jnp.logaddexp(jnp.log(share) + log_kNN, jnp.log1p(-share) + log_w)
-
-
-def _in_blocks(function: Callable[[Params, Array], Array], params: Params, x: Array) -> Array:
-    """`function` row by row in blocks, so that memory is that of a block."""
-    return jax.lax.map(lambda row: function(params, row[None])[0], x, batch_size=BLOCK)

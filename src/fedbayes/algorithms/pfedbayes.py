@@ -107,7 +107,7 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on q and on the copy of w, minibatch by minibatch."""
-        q, w, loss = self._fit(self._own(down, local), down.w, self.train, down.lr, key, data, fixed=False)
+        q, w, loss = self._fit(self._own(down, local), down.w, self.train, down.lr, key, data, hold=False)
         return Up(w, rows(data), loss), Local(q, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -117,7 +117,7 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit q to the rows, with w as it is."""
-        q, _, _ = self._fit(self._own(down, local), down.w, self.tune, self.tune.lr_of(1), key, data, fixed=True)
+        q, _, _ = self._fit(self._own(down, local), down.w, self.tune, self.tune.lr_of(1), key, data, hold=True)
         return Local(q, jnp.bool_(True))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
@@ -131,15 +131,7 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
         return trees.choose(local.own, local.q, down.w)
 
     def _fit(
-        self,
-        q: MeanField,
-        w: MeanField,
-        training: Training,
-        lr: Float[Array, ""],
-        key: PRNGKeyArray,
-        data: Data,
-        *,
-        fixed: bool,
+        self, q: MeanField, w: MeanField, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data, *, hold: bool
     ) -> tuple[MeanField, MeanField, Float[Array, ""]]:
         batch = min(training.batch, data.mask.shape[0])
         share = self.zeta / jnp.maximum(jnp.ceil(rows(data) / batch), 1)
@@ -151,6 +143,6 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
             return rows(batch) * gaussian_network.loss(self.model, key, q, batch, pool, local=self.local_reparametrisation)
 
         pull = divergence if self.zeta else None
-        following = None if fixed else divergence
+        following = None if hold else divergence
         steps = self.personal_steps
         return gaussian_network.follow(self.model, fit, pull, following, q, w, training, lr, key, data, steps)

@@ -125,16 +125,7 @@ class PVI(Centred[Server, Local, Down, Up]):
         start = (down.shared, self.eta(local, down.shared))
         optimiser = variational.adam(self.lr, self.decay, self.steps)
         (shared, eta), _, (_, value) = variational.local_search(
-            self.family,
-            self.structured,
-            lambda _, z: gaussian.log_factor(cavity, z),
-            1.0,
-            optimiser,
-            self.steps,
-            key,
-            start,
-            optimiser.init(start),
-            data,
+            self.at(data), lambda _, z: gaussian.log_factor(cavity, z), 1.0, optimiser, self.steps, key, start
         )
         change = _power(_times(gaussian.natural(shared.eta), _power(down.q, -1.0)), self.damping)
         return Up(change, value, jnp.ones(())), Local(eta, shared.eta.mean, factor, change, down.round)

@@ -87,16 +87,15 @@ class SFVI(Variational[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> tuple[Up, Local]:
         """One iteration with fresh ε_L."""
-        _, noise, indices = variational.chance(self.family, self.structured, key, data)
+        _, noise, indices = variational.chance(self.at(data), key)
         return self.respond(noise, down, local, data, indices)
 
     def respond(
         self, noise: Noise, down: Down, local: Local, data: Any, indices: dict[str, Any] | None = None
     ) -> tuple[Up, Local]:
         """g_j of (S5), and the silo's own step along (S6)."""
-        value, gradient, own = variational.silo_gradient(
-            self.family, self.structured, down.shared, local.eta, down.noise, noise, data, indices or {}
-        )
+        arguments = (down.shared, local.eta, down.noise, noise, indices or {})
+        value, gradient, own = variational.silo_gradient(self.at(data), *arguments)
         return Up(gradient, value, jnp.ones(())), Local(*variational.ascend(self._adam(), local.eta, own, local.optimiser))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:

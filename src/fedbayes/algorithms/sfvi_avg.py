@@ -93,26 +93,11 @@ class SFVIAvg(Centred[Server, Local, Down, Up]):
         scale = self.rows / self.structured.rows(data)
         start = (down.shared, self.eta(local, down.shared))
         (shared, eta), optimiser, (own, value) = variational.local_search(
-            self.family,
-            self.structured,
-            self.structured.log_population,
-            scale,
-            self._adam(),
-            self.steps,
-            key,
-            start,
-            local.optimiser,
-            data,
+            self.at(data), self.structured.log_population, scale, self._adam(), self.steps, key, start, local.optimiser
         )
-        q, full = shared.eta, self.family.full
-        up = Up(
-            shared.theta,
-            q.mean,
-            None if full else jnp.exp(q.log_scale),
-            gaussian.covariance(q) if full else None,
-            own + scale * value,
-        )
-        return up, Local(eta, q.mean, optimiser)
+        q = shared.eta
+        deviations, covariance = (None, gaussian.covariance(q)) if self.family.full else (jnp.exp(q.log_scale), None)
+        return Up(shared.theta, q.mean, deviations, covariance, own + scale * value), Local(eta, q.mean, optimiser)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The mean of the θ_j and the barycentre of the q_j(Z_G)."""

@@ -32,8 +32,8 @@ def predict(
     family: Any, structured: Any, form: Any, draws: int, own: bool, key: Any, shared: Any, eta: Any, arrays: Any
 ) -> Values:
     """Posterior predictive draws of a silo, or of new rows."""
-    data = trees.put_together(form, arrays)
-    return variational.predict(family, structured, key, shared, eta, data, count=draws, own=own)
+    silo = variational.Silo(family, structured, trees.put_together(form, arrays))
+    return variational.predict(silo, key, shared, eta, count=draws, own=own)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -47,5 +47,5 @@ def evidence(
     family: Any, structured: Any, form: Any, inner: int, key: Any, shared: Any, eta: Any, arrays: Any, z: Any
 ) -> Float[Array, " s"]:
     """log p(y_j | Z_G) of a silo at each draw of Z_G."""
-    data = trees.put_together(form, arrays)
-    return variational.log_evidence(family, structured, key, shared, eta, data, z, inner)
+    silo = variational.Silo(family, structured, trees.put_together(form, arrays))
+    return variational.log_evidence(silo, key, shared, eta, z, inner)

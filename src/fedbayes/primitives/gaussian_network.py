@@ -196,11 +196,7 @@ _MOVES = ("reshape", "transpose", "squeeze", "convert_element_type")
 
 
 def _run(
-    jaxpr: core.Jaxpr,
-    consts: list[Any],
-    inputs: list[Any],
-    dense: Callable[[int], bool],
-    sizes: list[int | None] | None = None,
+    jaxpr: core.Jaxpr, consts: list[Any], inputs: list[Any], dense: Callable[[int], bool], sizes: list[int | None] | None = None
 ) -> list[Any]:
     """Evaluate a program some of whose inputs are weights not yet drawn; `dense` tells of its products by their number.
 

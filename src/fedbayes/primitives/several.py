@@ -74,6 +74,17 @@ def one_of(theta: Params, place: Int[Array, ""]) -> Params:
     return jax.tree.map(lambda leaf: leaf[place], theta)
 
 
+def by_shares(shares: Float[Array, "*n K"], draws: int) -> Int[Array, s * n]:
+    """The network of each draw: the one under the quantile (s + ½)/S, so that shares are right to 1/S, without chance.
+
+    >>> by_shares(jnp.array([0.5, 0.25, 0.25]), 4).tolist()
+    [0, 0, 1, 2]
+    """
+    edges = jnp.cumsum(shares, axis=-1)
+    quantiles = ((jnp.arange(draws, dtype=edges.dtype) + 0.5) / draws).reshape((-1,) + (1,) * edges.ndim)
+    return jnp.minimum(jnp.sum(quantiles > edges[None], axis=-1), edges.shape[-1] - 1)
+
+
 def moved_means(theta: Params, moved: Params, member: Float[Array, " K"]) -> Params:
     """K networks, each moved by the mean over its members; one without members stays."""
 

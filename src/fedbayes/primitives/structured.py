@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes.algorithm import DownT, LocalT, ServerT, StructuredAlgorithm, UpT
 from fedbayes.primitives import variational
-from fedbayes.primitives.variational import Family, Locals, Shared
+from fedbayes.primitives.variational import Family, Locals, Shared, Silo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +28,23 @@ class Variational(StructuredAlgorithm[ServerT, LocalT, DownT, UpT]):
     def lr(self) -> float:
         """Adam's step size."""
 
+    def at(self, data: Any) -> Silo:
+        """A silo with these data."""
+        return Silo(self.family, self.structured, data)
+
     def metrics(self, server: Any) -> dict[str, Float[Array, ""]]:
         """The bound."""
         return {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Any, local: LocalT, data: Any) -> LocalT:
         """η_L of a silo that may never have trained, with q(Z_G) as it is."""
-        arguments = (self.family, self.structured, optax.adam(self.lr), self.adapt_steps)
-        eta = variational.adapt(*arguments, key, down.shared, self.eta(local, down.shared), data)
+        start, optimiser = self.eta(local, down.shared), optax.adam(self.lr)
+        eta = variational.adapt(self.at(data), optimiser, self.adapt_steps, key, down.shared, start)
         return self.local_from(local, eta, down.shared)
 
     def predict(self, key: PRNGKeyArray, down: Any, local: LocalT, x: Any) -> Any:
         """Posterior predictive draws of what a silo observes, by site."""
-        return variational.predict(self.family, self.structured, key, down.shared, self.eta(local, down.shared), x)
+        return variational.predict(self.at(x), key, down.shared, self.eta(local, down.shared))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,9 +44,9 @@ class Training:
     """Any of Optax's by name, such as adamw or adamw:b1=0.95; in Python also a GradientTransformation. Restarts each round."""
     batch: int = setting(50, least=1)
     """Rows in a minibatch; the last one of an epoch may hold fewer."""
-    lr: float = 0.1
+    lr: float = setting(0.1, least=0)
     """Step size in the first round; a GradientTransformation has its own."""
-    momentum: float = 0.0
+    momentum: float = setting(0.0, least=0, below=1)
     """Of sgd, and of others that have one."""
     weight_decay: float | None = None
     """Times the parameters, added to the gradient; adamw and others that have a decay of their own apply it and its default."""
@@ -62,8 +62,6 @@ class Training:
     def __post_init__(self) -> None:
         optimisers.check(self.optimiser)
         check_settings(self)
-        if not self.lr >= 0 or not 0 <= self.momentum < 1:
-            raise UserError(f"lr is {self.lr} and momentum {self.momentum}; lr is not negative and momentum is below 1")
         if any(not isinstance(fraction, int | float) for fraction in self.decay_at):
             raise UserError(f"decay_at is {self.decay_at}, but it holds fractions of the run, such as 0.5")
 
@@ -201,6 +199,11 @@ def fit(
     return descend(model, F, w, training, training.lr_of(1) if lr is None else lr, key, data)
 
 
+def pull(strength: float, w: Params) -> Callable[[Params], Float[Array, ""]]:
+    """strength/2 ‖· − w‖², for `fit`."""
+    return lambda w_i: strength / 2 * trees.squared_distance(w_i, w)
+
+
 def drawn(key: PRNGKeyArray, data: Data, count: int) -> Data:
     """So many rows drawn with replacement; all of them where the client has no more."""
     size, places = jnp.sum(data.mask), jnp.arange(count)
@@ -242,6 +245,11 @@ def shuffle(key: PRNGKeyArray, data: Data) -> Int[Array, " n"]:
 def mean_loss(model: Model, params: Params, batch: Data) -> Float[Array, ""]:
     """The mean negative log-likelihood −1/n Σ log p(y | x, params) over the rows that exist."""
     return masked_mean(-model.likelihood.log_prob(model.apply(params, batch.x), batch.y), batch.mask)
+
+
+def in_blocks(function: Callable[[Params, Array], Array], params: Params, x: Array) -> Array:
+    """`function` row by row in blocks, so that memory is that of a block."""
+    return jax.lax.map(lambda row: function(params, row[None])[0], x, batch_size=256)
 
 
 def masked_mean(values: Float[Array, " n"], mask: Shaped[Array, " n"]) -> Float[Array, ""]:

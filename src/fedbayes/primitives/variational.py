@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fedbayes.algorithm import check_settings, setting
 from fedbayes.errors import UserError
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured, encode
@@ -34,6 +35,8 @@ LARGEST = 2**27
 
 Locals = dict[str, gaussian.Local]
 Noise = dict[str, Float[Array, "s k blocks d"]]
+Indices = dict[str, Int[Array, " size"]]
+Density = Callable[[Values, Float[Array, " n"]], Float[Array, ""]]
 
 
 class Shared(NamedTuple):
@@ -59,23 +62,19 @@ class Family:
     """Whether the latents of one plate element are correlated given Z_G, by L."""
     moving_scale: bool = False
     """Whether the local log-scale depends on Z_G too, by D."""
-    bound: int = 1
+    bound: int = setting(1, least=1)
     """K, importance-weighted draws for each local latent."""
-    draws: int = 1
+    draws: int = setting(1, least=1)
     """Monte Carlo samples in a step."""
-    start: float = 0.1
+    start: float = setting(0.1, above=0)
     """Standard deviations at the start."""
-    jitter: float = 0.0
+    jitter: float = setting(0.0, least=0)
     """Means at the start are drawn with this standard deviation, alike in all silos; hidden units of a network need it."""
     encoder: Callable[[Any], Any] | None = None
     """Amortised inference: a function of the silo's data that gives mean and log-scale for each plate; its params are θ."""
 
     def __post_init__(self) -> None:
-        for name in ("bound", "draws", "start"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}, but a family needs more than 0")
-        if self.jitter < 0:
-            raise UserError(f"jitter is {self.jitter}, but a standard deviation is not negative")
+        check_settings(self)
 
     @classmethod
     def mean_field(cls, **options: Any) -> Family:
@@ -125,9 +124,7 @@ class Family:
             found[name] = jax.random.normal(jax.random.fold_in(key, 2 + place) if place else key, shape)
         return found
 
-    def locals_of(
-        self, structured: Structured, theta: Values, eta: Locals, data: Any, indices: dict[str, Int[Array, " size"]]
-    ) -> Locals:
+    def locals_of(self, structured: Structured, theta: Values, eta: Locals, data: Any, indices: Indices) -> Locals:
         """η_L of the plate elements in `indices`: kept, or given by the inference network."""
         if self.encoder is not None:
             given, _ = encode(self.encoder, theta, data, indices)
@@ -152,19 +149,24 @@ class Family:
         return chosen
 
 
+class Silo(NamedTuple):
+    """A silo as the functions below see it: which posteriors are searched, the model, and the silo's data."""
+
+    family: Family
+    structured: Structured
+    data: Any
+
+    def locals_of(self, theta: Values, eta: Locals, indices: Indices) -> Locals:
+        """η_L of the plate elements in `indices`."""
+        return self.family.locals_of(self.structured, theta, eta, self.data, indices)
+
+
 def silo_gradient(
-    family: Family,
-    structured: Structured,
-    shared: Shared,
-    eta: Locals,
-    noise_G: Float[Array, "s n"],
-    noise_L: Noise,
-    data: Any,
-    indices: dict[str, Int[Array, " size"]],
+    silo: Silo, shared: Shared, eta: Locals, noise_G: Float[Array, "s n"], noise_L: Noise, indices: Indices
 ) -> tuple[Float[Array, ""], Shared, Locals]:
     """The silo's term of the bound with its gradients for (η_G, θ) and η_L, averaged over the Monte Carlo samples."""
-    used, to_kept = jax.vjp(lambda theta, eta: family.locals_of(structured, theta, eta, data, indices), shared.theta, eta)
-    scales = {name: plate.scale for name, plate in structured.plates(data).items()}
+    used, to_kept = jax.vjp(lambda theta, eta: silo.locals_of(theta, eta, indices), shared.theta, eta)
+    scales = {name: plate.scale for name, plate in silo.structured.plates(silo.data).items()}
 
     def sample(noise_G: Float[Array, " n"], noise_L: dict[str, Float[Array, "k blocks d"]]) -> Any:
         z_G, to_eta_G = jax.vjp(lambda q: gaussian.draw_global(q, noise_G), shared.eta)
@@ -179,7 +181,7 @@ def silo_gradient(
             offset = z_G - shared.eta.mean  # η held fixed, Z_G not: it is one of the latents
 
             def terms(z_L: dict[str, Float[Array, "blocks d"]]) -> dict[str, Float[Array, " blocks"]]:
-                found = structured.log_silo(theta, z_G, z_L, data, indices)
+                found = silo.structured.log_silo(theta, z_G, z_L, silo.data, indices)
                 for name, q in used.items():
                     found[name] = found[name] - gaussian.log_local(q, z_L[name], offset)
                 return found
@@ -210,27 +212,26 @@ def _log_mean(log_w: Float[Array, "k blocks"]) -> Float[Array, " blocks"]:
 
 
 def local_search(
-    family: Family,
-    structured: Structured,
-    log_density: Callable[[Values, Float[Array, " n"]], Float[Array, ""]],
+    silo: Silo,
+    log_density: Density,
     scale: float,
     optimiser: optax.GradientTransformation,
     steps: int,
     key: PRNGKeyArray,
     start: tuple[Shared, Locals],
-    state: Any,
-    data: Any,
+    state: Any = None,
 ) -> tuple[tuple[Shared, Locals], Any, tuple[Float[Array, ""], Float[Array, ""]]]:
     """Steps of a silo on its own: up the bound of `log_density` and `scale` times the silo's term, in η_G, θ and η_L.
 
     Also gives both terms, averaged over the last tenth of the steps.
     """
+    state = optimiser.init(start) if state is None else state
 
     def step(carry: Any, number: Int[Array, ""]) -> tuple[Any, tuple[Float[Array, ""], Float[Array, ""]]]:
         (shared, eta), state = carry
-        noise_G, noise_L, indices = chance(family, structured, jax.random.fold_in(key, number), data)
+        noise_G, noise_L, indices = chance(silo, jax.random.fold_in(key, number))
         own, for_shared = own_gradient(log_density, shared, noise_G)
-        value, more, for_eta = silo_gradient(family, structured, shared, eta, noise_G, noise_L, data, indices)
+        value, more, for_eta = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
         gradient = (jax.tree.map(lambda a, b: a + scale * b, for_shared, more), jax.tree.map(lambda a: scale * a, for_eta))
         values, state = ascend(optimiser, (shared, eta), gradient, state)
         return (values, state), (own, value)
@@ -244,41 +245,33 @@ def moved(eta: Locals, shared: Shared, centre: Float[Array, " n"]) -> Locals:
     return {name: gaussian.recentre(q, shared.eta.mean - centre) for name, q in eta.items()}
 
 
-def chance(
-    family: Family, structured: Structured, key: PRNGKeyArray, data: Any
-) -> tuple[Float[Array, "s n"], Noise, dict[str, Int[Array, " size"]]]:
+def chance(silo: Silo, key: PRNGKeyArray) -> tuple[Float[Array, "s n"], Noise, Indices]:
     """ε_G, ε_L and the elements of subsampled plates for one step."""
+    family, structured, data = silo
     noise_G = jax.random.normal(jax.random.fold_in(key, 1), (family.draws, structured.size()))
     return noise_G, family.noise(key, structured, data), structured.subsample(jax.random.fold_in(key, 2), data)
 
 
 def adapt(
-    family: Family,
-    structured: Structured,
-    optimiser: optax.GradientTransformation,
-    steps: int,
-    key: PRNGKeyArray,
-    shared: Shared,
-    eta: Locals,
-    data: Any,
+    silo: Silo, optimiser: optax.GradientTransformation, steps: int, key: PRNGKeyArray, shared: Shared, eta: Locals
 ) -> Locals:
     """η_L of a silo, also of one that never trained, given what all silos share."""
 
     def step(carry: Any, number: Int[Array, ""]) -> tuple[Any, None]:
         eta, state = carry
-        noise_G, noise_L, indices = chance(family, structured, jax.random.fold_in(key, number), data)
-        _, _, gradient = silo_gradient(family, structured, shared, eta, noise_G, noise_L, data, indices)
+        noise_G, noise_L, indices = chance(silo, jax.random.fold_in(key, number))
+        _, _, gradient = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
         return ascend(optimiser, eta, gradient, state), None
 
     return jax.lax.scan(step, (eta, optimiser.init(eta)), jnp.arange(steps))[0][0]
 
 
 def posterior_draws(
-    family: Family, structured: Structured, key: PRNGKeyArray, shared: Shared, eta: Locals, data: Any, count: int
+    silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, count: int
 ) -> tuple[Float[Array, "s n"], dict[str, Float[Array, "s blocks d"]]]:
     """Draws of (Z_G, Z_L) from q, on the real line; every element of a plate, also of one that is subsampled."""
     for_G, for_L = jax.random.split(key)
-    used = family.locals_of(structured, shared.theta, eta, data, structured.everyone(data))
+    used = silo.locals_of(shared.theta, eta, silo.structured.everyone(silo.data))
 
     def draw(noise: Float[Array, " n"], key: PRNGKeyArray) -> Any:
         z_G = gaussian.draw_global(shared.eta, noise)
@@ -288,50 +281,33 @@ def posterior_draws(
             z_L[name] = gaussian.draw_local(q, noise_L, z_G - shared.eta.mean)
         return z_G, z_L
 
-    return jax.vmap(draw)(jax.random.normal(for_G, (count, structured.size())), jax.random.split(for_L, count))
+    return jax.vmap(draw)(jax.random.normal(for_G, (count, silo.structured.size())), jax.random.split(for_L, count))
 
 
-def predict(
-    family: Family,
-    structured: Structured,
-    key: PRNGKeyArray,
-    shared: Shared,
-    eta: Locals,
-    data: Any,
-    *,
-    count: int = 200,
-    own: bool = False,
-) -> Values:
+def predict(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, *, count: int = 200, own: bool = False) -> Values:
     """Posterior predictive draws for a silo's `own` data, or for new rows, whose plate elements come from the prior."""
     if not own:
         eta = {name: q for name, q in eta.items() if not name}
     for_draws, for_sites = jax.random.split(key)
-    z_G, z_L = posterior_draws(family, structured, for_draws, shared, eta, data, count)
+    z_G, z_L = posterior_draws(silo, for_draws, shared, eta, count)
 
     def draw(arguments: Any) -> Values:
         key, z_G, z_L = arguments
-        return structured.predictive(key, shared.theta, z_G, z_L, data)
+        return silo.structured.predictive(key, shared.theta, z_G, z_L, silo.data)
 
     return jax.lax.map(draw, (jax.random.split(for_sites, count), z_G, z_L), batch_size=16)
 
 
 def log_evidence(
-    family: Family,
-    structured: Structured,
-    key: PRNGKeyArray,
-    shared: Shared,
-    eta: Locals,
-    data: Any,
-    z: Float[Array, "s n"],
-    inner: int,
+    silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, z: Float[Array, "s n"], inner: int
 ) -> Float[Array, " s"]:
     """log p(y_j | Z_G) at draws of Z_G, by importance sampling from q(Z_L | Z_G).
 
     Plate elements are weighed one by one; latents in no plate are weighed with all of the silo. The noise is the same for all
     Z_G, so that most of its error is too, and cancels where only differences matter.
     """
-    everyone = structured.everyone(data)
-    used = family.locals_of(structured, shared.theta, eta, data, everyone)
+    everyone = silo.structured.everyone(silo.data)
+    used = silo.locals_of(shared.theta, eta, everyone)
     outer = inner if "" in used else 1
 
     def weigh(z_G: Float[Array, " n"]) -> Float[Array, ""]:
@@ -346,7 +322,7 @@ def log_evidence(
 
             def terms(key: PRNGKeyArray) -> dict[str, Float[Array, " blocks"]]:
                 many = {name: draw(name, jax.random.fold_in(key, i)) for i, name in enumerate(used) if name}
-                found = structured.log_silo(shared.theta, z_G, {**alone, **many}, data, everyone)
+                found = silo.structured.log_silo(shared.theta, z_G, {**alone, **many}, silo.data, everyone)
                 for name, value in {**alone, **many}.items():
                     found[name] = found[name] - gaussian.log_local(used[name], value, offset)
                 return found
@@ -359,9 +335,7 @@ def log_evidence(
     return jax.lax.map(weigh, z, batch_size=16)
 
 
-def own_gradient(
-    log_density: Callable[[Values, Float[Array, " n"]], Float[Array, ""]], shared: Shared, noise_G: Float[Array, "s n"]
-) -> tuple[Float[Array, ""], Shared]:
+def own_gradient(log_density: Density, shared: Shared, noise_G: Float[Array, "s n"]) -> tuple[Float[Array, ""], Shared]:
     """log p_θ(Z_G) − log q(Z_G), where p may be any density, with its gradient for (η_G, θ)."""
     fixed = jax.lax.stop_gradient(shared.eta)
 
