@@ -125,7 +125,7 @@ def test_a_misspelt_optimiser_on_the_command_line(capfd):
 
 
 def test_optimisers_on_the_command_line(tmp_path):
-    words = ["--train.optimiser", "adamw:b1=0.8", "--server-step.optimiser", "yogi", "--server-step.lr", "0.1"]
+    words = ["--server-step.optimiser", "yogi", "--server-step.lr", "0.1", "--train.optimiser", "adamw:b1=0.8"]
     out = tmp_path / "run"
     assert cli.main(["run", "fedavg", "--rounds", "1", "--model", "linear", "--out", str(out), *words]) == 0
     options = json.loads((out / "config.json").read_text())["options"]
