@@ -234,8 +234,7 @@ def declared(up_type: type) -> dict[str, Reduce]:
     return reductions
 
 
-WHOLE = (int, "int", "int | None")
-"""How a field that counts something is annotated."""
+WHOLE = (int, "int", "int | None")  # how a field that counts something is annotated
 
 
 def plan(config: D, facts: dict[str, Any]) -> D:

@@ -27,10 +27,8 @@ import safetensors.numpy
 from fedbayes import trees, wire
 from fedbayes.errors import UserError
 
-SCHEMA = 2
-"""Of JSON files; it grows when a field changes its meaning. Files of schema 1 have no checksum."""
-BLOCK = 8 * 2**20
-"""Bytes that are read at a time."""
+SCHEMA = 2  # of JSON files; it grows when a field changes its meaning. Files of schema 1 have no checksum.
+BLOCK = 8 * 2**20  # bytes that are read at a time
 
 
 @contextlib.contextmanager

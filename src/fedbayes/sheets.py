@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WORDS = 3
-"""Columns that hold words: method, mode, clients."""
+WORDS = 3  # columns that hold words: method, mode, clients
 SPECIAL = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",

@@ -27,8 +27,7 @@ from fedbayes.study.options import DataOptions, RunOptions, value_of
 from fedbayes.study.run import Outcome, run_study
 from fedbayes.study.study import Job, Method, Search, Study, first_seeds, folder_name, read
 
-USUAL = ("fedavg", "fedprox", "fedbabu", "fedper")
-"""What is compared where nothing is named."""
+USUAL = ("fedavg", "fedprox", "fedbabu", "fedper")  # what is compared where nothing is named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,8 @@ import numpy as np
 from fedbayes.data.rows import blocks
 from fedbayes.errors import printable
 
-SHOWN = 20
-"""Clients with a line of their own."""
-COLUMNS = 12
-"""Classes with a column of their own."""
+SHOWN = 20  # clients with a line of their own
+COLUMNS = 12  # classes with a column of their own
 
 
 def label_counts(clients: Any) -> np.ndarray:

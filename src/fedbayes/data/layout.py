@@ -13,8 +13,7 @@ from fedbayes.errors import UserError, nearest
 if TYPE_CHECKING:
     import pandas as pd
 
-CATEGORIES = 100
-"""A text column with more different values than this is taken for a name or a date, and refused."""
+CATEGORIES = 100  # a text column with more different values than this is taken for a name or a date, and refused
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,9 @@ import numpy as np
 
 from fedbayes.errors import UserError, nearest
 
-LARGE = 256 * 2**20
-"""Rows of more bytes than this are kept in a mapped file instead of in memory."""
+LARGE = 256 * 2**20  # rows of more bytes than this are kept in a mapped file instead of in memory
 
-BLOCK = 8 * 2**20
-"""Bytes that are read or written at a time where the rows may be many."""
+BLOCK = 8 * 2**20  # bytes that are read or written at a time where the rows may be many
 
 
 def blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -99,8 +99,7 @@ def load(
     return built.standardised(table.pooled) if standardise else built
 
 
-NAMES = (*catalogue.SETS, "synthetic")
-"""The data sets that `load` knows by name."""
+NAMES = (*catalogue.SETS, "synthetic")  # the data sets that `load` knows by name
 
 
 def _read(spec: str, path: Path, options: Options, name: str) -> Table:

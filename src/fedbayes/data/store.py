@@ -16,8 +16,7 @@ from fedbayes.errors import UserError
 
 MANIFEST = "clients.json"
 ARRAYS = ("x", "y", "offsets", "train_counts", "names", "unseen", "shift", "scale")
-Part = tuple[tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]]
-"""Shape and type of an array, and its rows some at a time."""
+Part = tuple[tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]]  # shape and type of an array, and its rows some at a time
 
 
 def save(clients: Any, folder: Path) -> None:

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = "a .csv, .tsv, .parquet or .npz file"
-BLOCK = 8192
-"""Rows that are read at once."""
-MISSING, UNKNOWN = -1, -2
-"""In place of a label: there is none, or it is none of the classes."""
+BLOCK = 8192  # rows that are read at once
+MISSING, UNKNOWN = -1, -2  # in place of a label: there is none, or it is none of the classes
 
 
 class Block(NamedTuple):

@@ -32,12 +32,9 @@ from fedbayes.results.folder import SCHEMA, Run, describe
 from fedbayes.results.loop import run_rounds
 
 log = logging.getLogger("fedbayes")
-PAUSE = 0.5
-"""Seconds between two looks at who can be reached."""
-GRACE = 10.0
-"""Seconds that the first round and the end wait for everyone, where fewer would do."""
-TRIES = 3
-"""How often a round is tried that has too few answers."""
+PAUSE = 0.5  # seconds between two looks at who can be reached
+GRACE = 10.0  # seconds that the first round and the end wait for everyone, where fewer would do
+TRIES = 3  # how often a round is tried that has too few answers
 
 
 class Request(NamedTuple):

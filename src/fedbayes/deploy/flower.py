@@ -33,18 +33,12 @@ from fedbayes.engine.compile_cache import keep_compiled
 from fedbayes.errors import UserError
 
 log = logging.getLogger("fedbayes")
-LARGE = 2**24
-"""Bytes of a message from which on memory is worth some time."""
-POLL = 0.1
-"""Seconds between two looks for answers."""
-M_MMAP_THRESHOLD = -3
-"""glibc's name for the size from which on an array has pages of its own."""
-M_ARENA_MAX = -8
-"""And for how many heaps its threads have."""
-GREETING = 120.0
-"""Seconds that a node has to say which site it is."""
-AGAIN = 60.0
-"""Seconds after which a node that was refused is asked again."""
+LARGE = 2**24  # bytes of a message from which on memory is worth some time
+POLL = 0.1  # seconds between two looks for answers
+M_MMAP_THRESHOLD = -3  # glibc's name for the size from which on an array has pages of its own
+M_ARENA_MAX = -8  # and for how many heaps its threads have
+GREETING = 120.0  # seconds that a node has to say which site it is
+AGAIN = 60.0  # seconds after which a node that was refused is asked again
 
 
 def server_app(experiment: Experiment) -> ServerApp:

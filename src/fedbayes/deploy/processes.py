@@ -26,8 +26,7 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 """Nothing phones home, and tasks are looked for every tenth of a second."""
-START = 60.0
-"""Seconds that a process has to open its port."""
+START = 60.0  # seconds that a process has to open its port
 
 
 class Federation:

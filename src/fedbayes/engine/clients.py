@@ -28,12 +28,9 @@ from fedbayes.engine.local_state import States
 from fedbayes.engine.round import ADVICE, Diverged, Round
 from fedbayes.errors import UserError
 
-MEMORY = 512 * 2**20
-"""Bytes of rows and states that one compiled call may hold."""
-RESIDENT = 256 * 2**20
-"""Bytes of a data set up to which all its rows lie on the device for the whole run."""
-ONE_LENGTH = 32 * 2**20
-"""Bytes of a cohort's rows up to which all clients are padded to one length."""
+MEMORY = 512 * 2**20  # bytes of rows and states that one compiled call may hold
+RESIDENT = 256 * 2**20  # bytes of a data set up to which all its rows lie on the device for the whole run
+ONE_LENGTH = 32 * 2**20  # bytes of a cohort's rows up to which all clients are padded to one length
 CACHE = 2**18
 """Bytes of parameters that the clients of a vmapped group may hold together: what stays in a core's cache. See benchmarks/."""
 

@@ -17,8 +17,7 @@ from fedbayes.models.structured import encode
 from fedbayes.trees import Form, put_together, take_apart
 from fedbayes.wire import provenance
 
-Part = tuple[Form, tuple[Array, ...]]
-"""One silo's data."""
+Part = tuple[Form, tuple[Array, ...]]  # one silo's data
 
 
 class Group(NamedTuple):

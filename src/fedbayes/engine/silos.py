@@ -26,10 +26,8 @@ from fedbayes.engine.silo_data import grouped, naming_silo, read, stacked
 from fedbayes.errors import UserError
 from fedbayes.trees import Form, finite, put_together
 
-STRETCH = 1000
-"""Most rounds in one compiled call."""
-CALL = 0.5
-"""Seconds that a call should take, so that a progress bar moves and Ctrl-C is heard."""
+STRETCH = 1000  # most rounds in one compiled call
+CALL = 0.5  # seconds that a call should take, so that a progress bar moves and Ctrl-C is heard
 
 
 class SiloSimulation:

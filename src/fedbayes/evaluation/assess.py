@@ -27,12 +27,9 @@ from fedbayes.models.predictive import is_numeric
 from fedbayes.sheets import html
 
 MODES = ("global", "personal", "adapted")
-BLOCK = 128
-"""Test rows that are predicted at once."""
-DRAWS = 2**24
-"""Bytes of posterior draws that a vmapped group may hold."""
-CHUNK = 256
-"""Clients in one compiled call."""
+BLOCK = 128  # test rows that are predicted at once
+DRAWS = 2**24  # bytes of posterior draws that a vmapped group may hold
+CHUNK = 256  # clients in one compiled call
 
 
 class Evaluation(NamedTuple):

@@ -35,8 +35,7 @@ from fedbayes.errors import UserError
 from fedbayes.models.predictive import is_numeric, predictive, probabilities
 from fedbayes.primitives.training import masked_mean
 
-SAMPLING = 0.01
-"""Share of δ for the estimate of R̂(q)."""
+SAMPLING = 0.01  # share of δ for the estimate of R̂(q)
 
 
 class Certificate(NamedTuple):

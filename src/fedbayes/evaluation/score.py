@@ -22,8 +22,7 @@ from fedbayes.algorithm import Data
 from fedbayes.models import Likelihood
 from fedbayes.models.predictive import distribution_function, is_numeric, moments, probabilities, uncertainty
 
-BINS = 15
-"""Of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target."""
+BINS = 15  # of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target
 
 
 class Score(NamedTuple):
@@ -40,8 +39,7 @@ class Score(NamedTuple):
     bin_hits: Float[Array | np.ndarray, "*clients bins"]
 
 
-SHAPES = ((),) * 6 + ((BINS,),) * 3
-"""Of the fields of one client's `Score`."""
+SHAPES = ((),) * 6 + ((BINS,),) * 3  # of the fields of one client's `Score`
 
 
 def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array, " n"], mask: Bool[Array, " n"]) -> Score:

@@ -18,11 +18,9 @@ from fedbayes.data.describe import Facts, facts
 from fedbayes.errors import UserError
 from fedbayes.results.pictures import save_figure
 
-NAMED = 40
-"""Up to so many clients have a line with their name; more are sorted by their most frequent label."""
+NAMED = 40  # up to so many clients have a line with their name; more are sorted by their most frequent label
 
-DRAWN = 1000
-"""Of more clients than this, so many are drawn: a page has no more lines."""
+DRAWN = 1000  # of more clients than this, so many are drawn: a page has no more lines
 
 TRAIN, TEST, UNSEEN, UNSEEN_TEST = "#3b6fb6", "#a9c4e6", "#d9822b", "#f0c79c"
 

@@ -14,10 +14,8 @@ from fedbayes.report.calibration import reliability
 from fedbayes.report.format import STYLES, TITLES, distinct, number, scaled
 from fedbayes.report.records import Record
 
-WHOLE = 100
-"""Clients up to which a table has all of them."""
-NAMED = 30
-"""Of the worst tenth, so many are named."""
+WHOLE = 100  # clients up to which a table has all of them
+NAMED = 30  # of the worst tenth, so many are named
 
 
 def clients(record: Record) -> Section:

@@ -24,8 +24,7 @@ from fedbayes.results.folder import reaches_end, read_scores
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
 FORMS = ("rows", "clients", "spread", "worst_tenth")
-Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
-"""mode → group → figure → form → number, as a result has them."""
+Figures = dict[str, dict[str, dict[str, dict[str, float]]]]  # mode → group → figure → form → number, as a result has them
 
 
 @dataclasses.dataclass

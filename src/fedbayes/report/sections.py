@@ -16,8 +16,7 @@ from fedbayes.report.format import STYLES, TABLED, TITLES, count, distinct, flat
 from fedbayes.report.labels import distribution_figure
 from fedbayes.report.records import Figures, Record, figures_of
 
-ARRAYS = 200
-"""Arrays of a message that are listed."""
+ARRAYS = 200  # arrays of a message that are listed
 FIRST = "first rounds, with compilation"
 PARTS = {"training": "other rounds", "posterior": "posterior and pictures"}
 

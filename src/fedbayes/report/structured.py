@@ -17,8 +17,7 @@ from fedbayes.results.pictures import MOST, marginals
 from fedbayes.results.structured_text import verdict
 from fedbayes.trees import quietly
 
-SILOS = 200
-"""Silos that are listed."""
+SILOS = 200  # silos that are listed
 
 
 def posterior(record: Record) -> Section:

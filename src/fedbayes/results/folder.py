@@ -44,8 +44,7 @@ from fedbayes.models import Model
 from fedbayes.wire import provenance
 
 log = logging.getLogger("fedbayes")
-MOST = 500_000
-"""Clients times classes up to which about.json says who has which labels: a megabyte or two."""
+MOST = 500_000  # clients times classes up to which about.json says who has which labels: a megabyte or two
 SHARED, MEMBERS = "shared.safetensors", "members.json"
 AGAIN = "--force starts the run over"
 FILES = (

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KIND = "fedbayes posterior"
-SCHEMA = 1
-"""Of the file; it grows when a field changes its meaning."""
-BLOCK = 1024
-"""Rows that `table` predicts at once; images as few as in an evaluation."""
+SCHEMA = 1  # of the file; it grows when a field changes its meaning
+BLOCK = 1024  # rows that `table` predicts at once; images as few as in an evaluation
 INTERVAL = (0.05, 0.95)
 CLOSE = 1e-3
 """How far the prediction that a file carries may be from the one that is found, as a share: processors round differently."""

@@ -28,8 +28,7 @@ from fedbayes.primitives.training import Training
 
 OPTIONS = {cls.__name__: cls for cls in (Training, ServerStep, Tempered, Bernoulli, Categorical, Normal, Poisson)}
 """Dataclasses beside the algorithms that a file may name."""
-MAKERS = {**NETWORKS, "in_units": in_units}
-"""Functions that make networks."""
+MAKERS = {**NETWORKS, "in_units": in_units}  # functions that make networks
 FUNCTIONS = {name: getattr(jax.nn, name) for name in ("relu", "gelu", "silu", "elu", "selu", "celu", "leaky_relu", "softplus")}
 FUNCTIONS |= {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "sin": jnp.sin}
 """Activations that a file may name."""

@@ -40,12 +40,9 @@ from fedbayes.wire import provenance
 if TYPE_CHECKING:
     import arviz as az
 
-CHECKPOINT = 10.0
-"""Seconds between checkpoints."""
-WINDOWS = 200
-"""Points of a run's curve of bounds."""
-LARGEST = 200
-"""Global latents up to which k̂ is part of the result."""
+CHECKPOINT = 10.0  # seconds between checkpoints
+WINDOWS = 200  # points of a run's curve of bounds
+LARGEST = 200  # global latents up to which k̂ is part of the result
 
 
 @dataclasses.dataclass

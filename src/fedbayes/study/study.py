@@ -27,8 +27,7 @@ from fedbayes.files import upgraded
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 
 Grid = dict[str, list[Any]]
-FIGURES = sorted(HIGHER_IS_BETTER | LOWER_IS_BETTER)
-"""What a search may choose by."""
+FIGURES = sorted(HIGHER_IS_BETTER | LOWER_IS_BETTER)  # what a search may choose by
 NAME = re.compile(r"[\w.+-]+")
 
 

@@ -15,8 +15,7 @@ import safetensors.numpy
 from fedbayes import trees
 from fedbayes.errors import UserError
 
-PIECE = 2**20
-"""Bytes of a message that travel at a time."""
+PIECE = 2**20  # bytes of a message that travel at a time
 
 
 def pack(tree: Any, metadata: dict[str, Any] | None = None) -> bytes:
