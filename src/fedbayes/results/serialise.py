@@ -5,6 +5,7 @@ What is read is looked up in tables of this package: nothing in a file is run, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -57,26 +58,24 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [encode(entry) for entry in value]}
     if isinstance(value, Model):
-        return _encode_model(value)
-    if type(value) in OPTIONS.values() or _registered(type(value)) is not None:
-        name = _registered(type(value)) or type(value).__name__
-        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"class": name, "fields": fields}
+        own, recipe = {"own": value.name}, value.recipe
+        try:
+            arguments = {} if recipe is None else {name: encode(one) for name, one in recipe.arguments.items()}
+        except Own:
+            return own
+        if recipe is None or any("own" in one for one in arguments.values() if isinstance(one, dict)):
+            return own
+        return {"network": recipe.maker, "arguments": arguments}
+    name = _registered(type(value)) or (type(value).__name__ if type(value) in OPTIONS.values() else None)
+    if name is not None:
+        return {
+            "class": name,
+            "fields": {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)},
+        }
     for name, function in FUNCTIONS.items():
         if value is function:
             return {"function": name}
     raise Own
-
-
-def _encode_model(model: Model) -> dict[str, Any]:
-    if model.recipe is not None:
-        try:
-            arguments = {name: encode(argument) for name, argument in model.recipe.arguments.items()}
-        except Own:
-            return {"own": model.name}
-        if not any("own" in argument for argument in arguments.values() if isinstance(argument, dict)):
-            return {"network": model.recipe.maker, "arguments": arguments}
-    return {"own": model.name}
 
 
 def decode(given: Any, model: Model | None = None) -> Any:
@@ -96,9 +95,9 @@ def decode(given: Any, model: Model | None = None) -> Any:
         return _known(FUNCTIONS, given["function"], "activation")
     if "own" in given:
         if model is None:
+            advice = "load it in Python with Posterior.load(path, model=…)"
             raise UserError(
-                f"it needs the network {given['own']!r}, which is somebody's own code and not in the file; "
-                "load it in Python with Posterior.load(path, model=…)"
+                f"it needs the network {given['own']!r}, which is somebody's own code and not in the file; {advice}"
             )
         return model
     if "network" in given:
@@ -181,10 +180,8 @@ MOVED = {"fedbayes.gaussian": "fedbayes.primitives.gaussian", "fedbayes.tempered
 def _named_tuple(module: str, name: str, home: str) -> Any:
     found, module = None, MOVED.get(module, module)
     if module.split(".")[0] == "fedbayes":
-        try:
+        with contextlib.suppress(ImportError):
             found = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            found = None
     elif home:
         found = getattr(sys.modules[home], name, None)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):

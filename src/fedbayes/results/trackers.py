@@ -181,16 +181,14 @@ class MLflow:
             self.run = self.client.create_run(self.experiment, run_name=name, tags={"fedbayes.run": name}).info.run_id
 
     def _experiment(self) -> str:
-        found = self.client.get_experiment_by_name("fedbayes")
-        if found is not None:
+        if found := self.client.get_experiment_by_name("fedbayes"):
             return str(found.experiment_id)
         try:
             return str(self.client.create_experiment("fedbayes"))
-        except Exception:  # another process made it meanwhile
-            found = self.client.get_experiment_by_name("fedbayes")
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        except Exception:
+            if found := self.client.get_experiment_by_name("fedbayes"):  # another process made it meanwhile
+                return str(found.experiment_id)
+            raise
 
     def steps(self) -> dict[str, int]:
         """From the run's metrics."""

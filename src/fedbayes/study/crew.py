@@ -37,10 +37,9 @@ from fedbayes.study.study import Job
 
 
 class Done(NamedTuple):
-    """How a run ended: who was unseen and whether the target is a number, or the sentence that says why it failed."""
+    """How a run ended: who was unseen, or the sentence that says why it failed."""
 
     unseen: list[bool] | None = None
-    numeric: bool = False
     failure: str | None = None
 
 
@@ -92,7 +91,7 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
     )
     if job.validation is None:
         files.write_json(folder / "command.json", {"run": as_run(job, algorithm)})
-    return Done([bool(one) for one in fit.evaluation.unseen], fit.evaluation.numeric)
+    return Done(fit.evaluation.unseen.tolist())
 
 
 def as_run(job: Job, algorithm: Any) -> list[str]:

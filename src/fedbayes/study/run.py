@@ -13,7 +13,7 @@ from fedbayes import files
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import Difference, best, differences, winners
-from fedbayes.results.folder import read_scores
+from fedbayes.results.folder import read_evaluation
 from fedbayes.study.crew import Done, Progress, Task, perform_all, usual_processes
 from fedbayes.study.study import Job, Study
 
@@ -162,7 +162,5 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
 
 def read_run(folder: Path, end: Done) -> tuple[dict[str, Any], Evaluation]:
     """The result and the clients' scores of a finished run."""
-    result, unseen = files.read_json(folder / "result.json", rounds=int, modes=list), np.array(end.unseen, bool)
-    return result, Evaluation(
-        result["rounds"], read_scores(folder, result["modes"], len(unseen), result["schema"]), unseen, end.numeric
-    )
+    result = files.read_json(folder / "result.json", rounds=int, modes=list, metrics=dict)
+    return result, read_evaluation(folder, result, np.array(end.unseen, bool))
