@@ -40,10 +40,9 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
         check_flat(frame[column], where)
         gaps = frame[column].isna().to_numpy()
         if gaps.any() and options.missing != "drop":
-            raise UserError(
-                f"{where}: column {column!r} is missing in {int(gaps.sum())} rows, first in row {int(gaps.argmax())} (from 0); "
-                "it is never filled in: complete it or choose missing=drop"
-            )
+            rows = f"{int(gaps.sum())} rows, first in row {int(gaps.argmax())} (from 0)"
+            advice = "it is never filled in: complete it or choose missing=drop"
+            raise UserError(f"{where}: column {column!r} is missing in {rows}; {advice}")
         frame = frame.loc[frame[column].notna()]
     if not len(frame):
         raise UserError(f"{where} has no rows")
@@ -80,12 +79,10 @@ def _open(path: Path) -> pd.DataFrame:
 
 def _plain(column: pd.Series[Any]) -> np.ndarray:
     """A complete column as an array of numbers, truth values or text."""
-    if pd.api.types.is_bool_dtype(column.dtype):
-        return np.asarray(column.to_numpy(bool))
-    if pd.api.types.is_integer_dtype(column.dtype):
-        return np.asarray(column.to_numpy(np.int64))
-    if pd.api.types.is_float_dtype(column.dtype):
-        return np.asarray(column.to_numpy(np.float64))
+    types, kind = pd.api.types, column.dtype
+    for fits, dtype in ((types.is_bool_dtype, bool), (types.is_integer_dtype, np.int64), (types.is_float_dtype, np.float64)):
+        if fits(kind):
+            return np.asarray(column.to_numpy(dtype))
     return np.asarray(column.astype(str).to_numpy(dtype=str))
 
 
@@ -93,9 +90,7 @@ def _flags(column: pd.Series[Any], where: str) -> np.ndarray:
     values = _plain(column)
     words = np.char.lower(values) if values.dtype.kind == "U" else values.astype(float).astype(int).astype(str)
     known = {"true": True, "1": True, "test": True, "false": False, "0": False, "train": False}
-    unknown = [word for word in np.unique(words) if word not in known]
-    if unknown:
-        raise UserError(
-            f"{where}: test column {column.name!r} has {str(unknown[0])!r}; expected true and false, 1 and 0, or test and train"
-        )
+    if unknown := [word for word in np.unique(words) if word not in known]:
+        given = f"test column {column.name!r} has {str(unknown[0])!r}"
+        raise UserError(f"{where}: {given}; expected true and false, 1 and 0, or test and train")
     return np.array([known[word] for word in words])
