@@ -80,13 +80,10 @@ def certificate_table(found: Sequence[Certificate]) -> Table:
     empty = sum(one.says_nothing for one in found)
     bounds = np.array([one.bound for one in found])
     said = f"median bound {np.median(bounds):.3f}" + (f"; {empty} of {len(found)} say nothing" if empty else "")
+    caption = f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use"
+    title = f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}"
     table = Table(
-        title=f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}",
-        title_justify="left",
-        caption=f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for heading in ("client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"):
         table.add_column(heading, justify="left" if heading == "client" else "right", overflow="fold")

@@ -37,13 +37,8 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None
 
     With a `total` of rounds, of several runs, there is a bar for all of them too, and those that are through are not shown.
     """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    label = TextColumn("{task.description}", markup=False)
+    columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     terminal = Console(stderr=True)
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         everything = None if total is None else progress.add_task("all rounds", total=total)

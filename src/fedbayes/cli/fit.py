@@ -71,21 +71,10 @@ def main(arguments: Sequence[str]) -> None:
     rounds, label, data = options.algorithm.rounds, file.name, file.silos
     folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
     trackers = tuple(tracker(spec) for spec in options.track)
+    given = {name: getattr(options, name) for name in ("cohort", "in_turn", "seed", "loop", "resume", "force")}
     with progress_bar() as add, keeping(folder, "fit", arguments):
-        fit = simulate(
-            options.algorithm,
-            data,
-            rounds,
-            cohort=options.cohort,
-            in_turn=options.in_turn,
-            seed=options.seed,
-            loop=options.loop,
-            folder=folder,
-            resume=options.resume,
-            force=options.force,
-            callbacks=(add(label, rounds), *trackers),
-            config={"file": path.name},
-        )
+        given |= {"callbacks": (add(label, rounds), *trackers), "config": {"file": path.name}}
+        fit = simulate(options.algorithm, data, rounds, folder=folder, **given)
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
     show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
     show(posterior_table(fit))
@@ -144,10 +133,8 @@ def _default(module: ModuleType, name: str | None) -> Any:
     """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
     own: Any = getattr(module, "algorithm", None)
     if own is not None and type(own) not in map(find, names("silos")):
-        raise UserError(
-            f"algorithm in {module.__name__}.py is {own!r}, but it must be one with its model, such as "
-            "fedbayes.PVI(population, silo)"
-        )
+        expected = "it must be one with its model, such as fedbayes.PVI(population, silo)"
+        raise UserError(f"algorithm in {module.__name__}.py is {own!r}, but {expected}")
     if own is not None and (name is None or isinstance(own, find(name, "silos"))):
         rounds = own.rounds or getattr(module, "rounds", None) or own.default_rounds
         return dataclasses.replace(own, rounds=rounds)

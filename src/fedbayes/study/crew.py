@@ -71,24 +71,10 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
     algorithm = override(default(job.algorithm, job.model), job.settings)
     network = algorithm.model.name
     built = dataclasses.replace(algorithm, model=build(algorithm.model, data, job.run.likelihood))
-    config: dict[str, Any] = {"network": network}
-    if job.validation is not None:
-        config["validation"] = job.validation
-    fit = simulate(
-        built,
-        data,
-        job.run.rounds,
-        seed=job.seed,
-        **job.run.keywords,
-        folder=folder,
-        resume=not task.force,
-        force=task.force,
-        callbacks=(
-            lambda simulation, _: progress(simulation.round),
-            *(tracker(spec, job.place) for spec in task.track),
-        ),
-        config=config,
-    )
+    config: dict[str, Any] = {"network": network, **({} if job.validation is None else {"validation": job.validation})}
+    keeps: dict[str, Any] = {"folder": folder, "resume": not task.force, "force": task.force, "config": config}
+    keeps["callbacks"] = (lambda simulation, _: progress(simulation.round), *(tracker(one, job.place) for one in task.track))
+    fit = simulate(built, data, job.run.rounds, seed=job.seed, **job.run.keywords, **keeps)
     if job.validation is None:
         files.write_json(folder / "command.json", {"run": as_run(job, algorithm)})
     return Done(fit.evaluation.unseen.tolist())
