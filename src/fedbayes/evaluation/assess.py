@@ -69,10 +69,9 @@ class Evaluation(NamedTuple):
         """mode → participating or unseen → figure → rows, clients, spread, worst_tenth."""
         found: dict[str, dict[str, Any]] = {}
         for mode, scores in self.scores.items():
-            found[mode] = {}
-            for group, members in (("participating", ~self.unseen), ("unseen", self.unseen)):
-                if figures := summary(Score(*(value[members] for value in scores)), self.numeric):
-                    found[mode][group] = figures
+            groups = (("participating", ~self.unseen), ("unseen", self.unseen))
+            each = {group: summary(Score(*(one[members] for one in scores)), self.numeric) for group, members in groups}
+            found[mode] = {group: figures for group, figures in each.items() if figures}
         return found
 
 
