@@ -8,16 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-from rich import box
-from rich.table import Table
 from tyro.conf import UseAppendAction, arg
 
 from fedbayes.algorithms import find, names
 from fedbayes.cli.arguments import keeping, parse, python_file
-from fedbayes.cli.display import progress_bar, show
+from fedbayes.cli.display import plain_table, progress_bar, show
 from fedbayes.errors import UserError
 from fedbayes.results.simulate import simulate
-from fedbayes.results.structured_fit import SiloFit
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
 from fedbayes.results.trackers import tracker
 
@@ -77,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
         fit = simulate(options.algorithm, data, rounds, folder=folder, **given)
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
     show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
-    show(posterior_table(fit))
+    show(plain_table(["", *HEADINGS], rows(fit.result) or [["too many numbers to list: see posterior.nc"]]))
     show(verdict(fit.result))
     show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
 
@@ -104,19 +101,6 @@ def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[st
 def load(path: Path) -> ModuleType:
     """A model file as a module."""
     return python_file(path, NEEDED, "a Python file with population(), silo(population, data) and silos()")
-
-
-def posterior_table(fit: SiloFit) -> Table:
-    """The posterior of what all silos share."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for row in rows(fit.result):
-        table.add_row(*row)
-    if not table.rows:
-        table.add_row("too many numbers to list: see posterior.nc")
-    return table
 
 
 def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from fedbayes.cli.arguments import python_file
 from fedbayes.cli.compare import bars
-from fedbayes.cli.display import progress_bar, result_table, show
+from fedbayes.cli.display import plain_table, progress_bar, result_table, show
 from fedbayes.errors import UserError
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit
@@ -101,12 +100,9 @@ def six_cities() -> dict[str, SiloFit]:
 
 def beside_nuts(fits: dict[str, SiloFit]) -> Table:
     """The posteriors over silos beside that of pooled data."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for heading in (*(f"two silos, {name}" for name in fits), "all together, NUTS"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, pooled in NUTS.items():
         posteriors = [fit.result["posterior"][name] for fit in fits.values()]
         cells = [*((one["mean"], one["sd"]) for one in posteriors), pooled]
-        table.add_row(name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in cells))
-    return table
+        rows.append([name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in cells)])
+    return plain_table(["", *(f"two silos, {name}" for name in fits), "all together, NUTS"], rows)

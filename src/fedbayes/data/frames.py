@@ -52,15 +52,11 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
     columns = tuple(Column.learn(frame[column], column, where, column in categorical) for column in chosen)
     aside = (*(column for column in roles if column != options.target), *options.ignore)
     y, classes = encode(_plain(frame[options.target]), options.task, where, options.target)
-    return Table(
-        np.concatenate([column.encode(frame[column.name], where) for column in columns], axis=1),
-        y,
-        client=None if options.client_column is None else _plain(frame[options.client_column]),
-        is_test=None if options.test_column is None else _flags(frame[options.test_column], where),
-        classes=classes,
-        features=[feature for column in columns for feature in column.features],
-        layout=Layout(columns, options.target, aside),
-    )
+    x = np.concatenate([column.encode(frame[column.name], where) for column in columns], axis=1)
+    client = None if options.client_column is None else _plain(frame[options.client_column])
+    is_test = None if options.test_column is None else _flags(frame[options.test_column], where)
+    features, layout = [name for column in columns for name in column.features], Layout(columns, options.target, aside)
+    return Table(x, y, client=client, is_test=is_test, classes=classes, features=features, layout=layout)
 
 
 def _open(path: Path) -> pd.DataFrame:

@@ -201,13 +201,8 @@ class Coordinator:
             for mode, one in found.items():
                 for column, value in zip(scores[mode], one, strict=True):
                     column[reply.site] = value
-        result = {
-            "schema": SCHEMA,
-            **self.about,
-            "rounds": self.round,
-            "sites": sorted(scored),
-            **self.local.commit(self.round),
-        }
+        result = {"schema": SCHEMA, **self.about, "rounds": self.round, "sites": sorted(scored)}
+        result |= self.local.commit(self.round)
         if self.experiment.networked:
             numeric = is_numeric(self.experiment.network.likelihood)
             result["metrics"] = {mode: {"participating": summary(Score(*one), numeric)} for mode, one in scores.items()}

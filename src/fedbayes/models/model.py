@@ -118,7 +118,8 @@ def from_flax(
         return from_functions(*_linen(factory, shape), likelihood, shape=shape, shift=shift, scale=scale, name=name)
     if isinstance(factory, nnx.Module):
         kind = type(factory).__name__
-        raise UserError(f"from_flax got the module {kind}, but it takes a function: lambda rngs: {kind}(…, rngs=rngs)")
+        advice = f"it takes a function that makes one: lambda rngs: {kind}(…, rngs=rngs)"
+        raise UserError(f"from_flax got the module {kind}, but {advice}")
     module = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
 
     def init(key: PRNGKeyArray) -> Params:
@@ -134,7 +135,7 @@ def from_flax(
 def _linen(module: Any, shape: tuple[int, ...] | None) -> tuple[Callable[[PRNGKeyArray], Params], Apply]:
     """A linen module as two functions; it finds its sizes from a row."""
     if shape is None:
-        raise UserError("a linen module finds its sizes from a row, but shape is missing; give one row's, as clients.shape")
+        raise UserError("a linen module reads its sizes off a row, but shape is missing; give that of one row: clients.shape")
 
     def init(key: PRNGKeyArray) -> Params:
         variables = module.init(key, jnp.zeros((1, *shape)))

@@ -12,19 +12,11 @@ import numpy as np
 
 from fedbayes.engine.round import Diverged, Round
 from fedbayes.errors import UserError
-from fedbayes.results.folder import Run
+from fedbayes.results.folder import Resumable, Run
 
 
-class Engine(Protocol):
+class Engine(Resumable, Protocol):
     """Whatever runs rounds: a simulation over clients or silos, or the coordinator of a deployment."""
-
-    algorithm: Any
-    state: Any
-    round: int
-
-    @property
-    def local(self) -> Any:
-        """The clients' states: `commit` and `restore`."""
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds."""

@@ -68,10 +68,8 @@ def encode(value: Any) -> Any:
         return {"network": recipe.maker, "arguments": arguments}
     name = _registered(type(value)) or (type(value).__name__ if type(value) in OPTIONS.values() else None)
     if name is not None:
-        return {
-            "class": name,
-            "fields": {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)},
-        }
+        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"class": name, "fields": fields}
     for name, function in FUNCTIONS.items():
         if value is function:
             return {"function": name}

@@ -37,7 +37,7 @@ from fedbayes.study.study import Job
 
 
 class Done(NamedTuple):
-    """How a run ended: who was unseen, or the sentence that says why it failed."""
+    """The end of a run: who was unseen, or the sentence that says why it failed."""
 
     unseen: list[bool] | None = None
     failure: str | None = None
