@@ -182,10 +182,8 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         if not isinstance(self.model, Model):
             given = repr(self.model) if isinstance(self.model, str) else type(self.model).__name__
             name = self.model if isinstance(self.model, str) else "mlp"
-            raise UserError(
-                f'the model is {given}, but it is a network for the data: fb.network("{name}", clients), or a module of your '
-                "own through fb.models.from_flax or from_equinox"
-            )
+            expected = f'fb.network("{name}", clients), or a module of your own through fb.models.from_flax or from_equinox'
+            raise UserError(f"the model is {given}, but it is a network for the data: {expected}")
         check_settings(self)
 
     @property
@@ -271,8 +269,7 @@ def declared(up_type: type) -> dict[str, Reduce]:
     return reductions
 
 
-WHOLE = (int, "int", "int | None")
-"""How a field that counts something is annotated."""
+WHOLE = (int, "int", "int | None")  # how a field that counts something is annotated
 
 
 def plan(config: D, facts: dict[str, Any]) -> D:
@@ -287,10 +284,8 @@ def plan(config: D, facts: dict[str, Any]) -> D:
         needed_by = field.metadata.get("needed_by")
         if value is None and field.metadata.get("fact") in facts and (needed_by is None or getattr(config, needed_by)):
             changes[field.name] = facts[field.metadata["fact"]]
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            planned = plan(value, facts)
-            if planned is not value:
-                changes[field.name] = planned
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type) and (planned := plan(value, facts)) is not value:
+            changes[field.name] = planned
     if not changes:
         return config
     with warnings.catch_warnings(action="ignore"):  # what they have to say was said when they were first made

@@ -27,10 +27,8 @@ import safetensors.numpy
 from fedbayes import trees, wire
 from fedbayes.errors import UserError
 
-SCHEMA = 2
-"""Of JSON files; it grows when a field changes its meaning. Files of schema 1 have no checksum."""
-BLOCK = 8 * 2**20
-"""Bytes that are read at a time."""
+SCHEMA = 2  # of JSON files; it grows when a field changes its meaning. Files of schema 1 have no checksum.
+BLOCK = 8 * 2**20  # bytes that are read at a time
 
 
 @contextlib.contextmanager
@@ -39,10 +37,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(
-            f"cannot write to {path}: {problem.strerror or problem}; what was written before is intact, "
-            "so make room or choose another place"
-        ) from None
+        why, advice = problem.strerror or problem, "so make room or choose another place"
+        raise UserError(f"cannot write to {path}: {why}; what was written before is intact, {advice}") from None
 
 
 def sync(path: Path) -> None:
@@ -152,10 +148,8 @@ def lock(folder: Path, who: str = "", wait: float = 0.0) -> int:
         except BlockingIOError:
             if time.monotonic() >= end:
                 os.close(file)
-                whose = f"{who}: " if who else ""
-                raise UserError(
-                    f"{whose}another process is working in {folder}; wait for it, or choose another folder"
-                ) from None
+                problem = f"another process is working in {folder}; wait for it, or choose another folder"
+                raise UserError(f"{who}: {problem}" if who else problem) from None
             time.sleep(0.05)
 
 

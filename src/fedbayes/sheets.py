@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WORDS = 3
-"""Columns that hold words: method, mode, clients."""
+WORDS = 3  # columns that hold words: method, mode, clients
 SPECIAL = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
@@ -56,15 +55,8 @@ def rich(sheet: Sheet, width: int | None = None) -> Table:
 
 
 def _rich(sheet: Sheet, gap: str) -> Table:
-    table = Table(
-        title=Text(sheet.title),
-        title_justify="left",
-        caption=Text(sheet.caption),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = Table(title=Text(sheet.title), caption=Text(sheet.caption), title_justify="left", caption_justify="left")
+    table.box, table.pad_edge, table.collapse_padding = box.SIMPLE_HEAD, False, True
 
     def broken(place: int, text: str) -> str:
         return text if place < WORDS else re.sub("(?<!±) ", gap, text)
@@ -112,21 +104,18 @@ def latex(sheet: Sheet) -> str:
         "\n".join(line([rf"\textbf{{{escape(one.text)}}}" if one.bold else escape(one.text) for one in row]) for row in rows)
         for rows in sheet.sections
     ]
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{escape(sheet.title)}. {escape(sheet.caption[:1].upper() + sheet.caption[1:])}.}}",
-            rf"\begin{{tabular}}{{{'l' * WORDS}{'r' * (width - WORDS)}}}",
-            r"\toprule",
-            line(list(map(escape, sheet.headings))),
-            r"\midrule",
-            "\n\\midrule\n".join(sections),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    )
+    caption = rf"\caption{{{escape(sheet.title)}. {escape(sheet.caption[:1].upper() + sheet.caption[1:])}.}}"
+    columns = rf"\begin{{tabular}}{{{'l' * WORDS}{'r' * (width - WORDS)}}}"
+    head = [
+        r"\begin{table}",
+        r"\centering",
+        caption,
+        columns,
+        r"\toprule",
+        line(list(map(escape, sheet.headings))),
+        r"\midrule",
+    ]
+    return "\n".join([*head, "\n\\midrule\n".join(sections), r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
 def html(sheet: Sheet, words: int = WORDS) -> str:

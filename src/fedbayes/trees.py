@@ -113,8 +113,7 @@ def normal_like(key: PRNGKeyArray, tree: Params) -> Params:
     return jax.tree.unflatten(structure, noise)
 
 
-AT_ONCE = 100_000
-"""Normal numbers, at most, of which some may be drawn in vain."""
+AT_ONCE = 100_000  # normal numbers, at most, of which some may be drawn in vain
 
 
 def finite(tree: Any) -> Bool[Array, ""]:

@@ -17,7 +17,7 @@ from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from fedbayes import files
-from fedbayes.algorithms import REGISTRY, find, names
+from fedbayes.algorithms import REGISTRY, names
 from fedbayes.data import Clients, load
 from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
@@ -57,16 +57,8 @@ def parse(options: type[Any], arguments: Sequence[str], prog: str, description: 
         options = dataclasses.make_dataclass("Options", [field], bases=(options,), frozen=True, kw_only=True)
         options.__doc__ = description
     # What cannot be written on a command line, such as a model's functions, is no option, and no choice between subcommands.
-    hidden = (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands)
-    parsed, rest = tyro.cli(
-        options,
-        prog=prog,
-        description=description,
-        args=list(arguments),
-        registry=registry,
-        config=hidden,
-        return_unknown_args=True,
-    )
+    how: Any = {"config": (tyro.conf.SuppressFixed, tyro.conf.AvoidSubcommands), "registry": registry}
+    parsed, rest = tyro.cli(options, args=list(arguments), prog=prog, description=description, return_unknown_args=True, **how)
     if rest:
         raise UserError(f"{_unknown(rest[0], list(_options_of(parsed)))} {prog} --help lists all options")
     return parsed
@@ -128,18 +120,10 @@ class Chosen(NamedTuple):
 
 
 def choose(options: type[Any], arguments: Sequence[str], command: str, does: str) -> Chosen | None:
-    """The algorithm that the arguments name, set as they say, with its network built for the data; None after help."""
-    name = algorithm_name(arguments, command)
-    if name is None:
-        return None
-    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), default(name))
-    data = parsed.data.load()
-    model = build(parsed.algorithm.model, data, parsed.settings.likelihood)
-    return Chosen(name, parsed, data, dataclasses.replace(parsed.algorithm, model=model))
+    """The algorithm that the arguments name, set as they say, with its network built for the data; None after help.
 
-
-def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
-    """The algorithm at the start of the arguments; prints the choices where there is none."""
+    Without a name, the choices are printed.
+    """
     if not arguments or arguments[0].startswith("-"):
         print(f"usage: fedbayes {command} ALGORITHM [options]\n\nalgorithms:")
         for name in names("clients"):
@@ -148,8 +132,11 @@ def algorithm_name(arguments: Sequence[str], command: str) -> str | None:
         if not arguments or arguments[0] in ("-h", "--help"):
             return None
         raise UserError(f"{command} needs an algorithm before the options, such as fedbayes {command} fedavg {arguments[0]} …")
-    find(arguments[0], "clients")
-    return arguments[0]
+    name = arguments[0]
+    parsed = parse(options, arguments[1:], f"fedbayes {command} {name}", does.format(name=name), default(name))
+    data = parsed.data.load()
+    model = build(parsed.algorithm.model, data, parsed.settings.likelihood)
+    return Chosen(name, parsed, data, dataclasses.replace(parsed.algorithm, model=model))
 
 
 def python_file(path: Path, needed: Sequence[str], what: str) -> ModuleType:

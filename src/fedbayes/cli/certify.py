@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from rich import box
 from rich.table import Table
 from tyro.conf import Positional, arg
 
 from fedbayes import files
 from fedbayes.cli.arguments import parse
-from fedbayes.cli.display import show
+from fedbayes.cli.display import plain_table, show
 from fedbayes.cli.personalise import rows_of
 from fedbayes.cli.run import opened, reloaded
 from fedbayes.errors import UserError
@@ -80,17 +79,10 @@ def certificate_table(found: Sequence[Certificate]) -> Table:
     empty = sum(one.says_nothing for one in found)
     bounds = np.array([one.bound for one in found])
     said = f"median bound {np.median(bounds):.3f}" + (f"; {empty} of {len(found)} say nothing" if empty else "")
-    table = Table(
-        title=f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}",
-        title_justify="left",
-        caption=f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for heading in ("client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"):
-        table.add_column(heading, justify="left" if heading == "client" else "right", overflow="fold")
+    caption = f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use"
+    title = f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}"
+    rows = []
     for one in found:
         figures = (f"{one.divergence:.2f}", f"{one.gibbs:.3f}", f"{one.averaged:.3f}", f"{one.bound:.3f}")
-        table.add_row(one.client, str(one.rows), *figures)
-    return table
+        rows.append([one.client, str(one.rows), *figures])
+    return plain_table(["client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"], rows, title=title, caption=caption)

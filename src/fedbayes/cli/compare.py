@@ -27,8 +27,7 @@ from fedbayes.study.options import DataOptions, RunOptions, value_of
 from fedbayes.study.run import Outcome, run_study
 from fedbayes.study.study import Job, Method, Search, Study, first_seeds, folder_name, read
 
-USUAL = ("fedavg", "fedprox", "fedbabu", "fedper")
-"""What is compared where nothing is named."""
+USUAL = ("fedavg", "fedprox", "fedbabu", "fedper")  # what is compared where nothing is named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +78,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run them all, print the tables."""
     options: Options = parse(Options, arguments, "fedbayes compare", Options.__doc__ or "")
     outcome = compare(options)
-    sheets = []
     for choice in chosen(outcome):
         show(choice)
-    for data, results in outcome.results.items():
-        if results:
-            sheets += tables(outcome, data, options.units)
+    sheets = [one for data, found in outcome.results.items() if found for one in tables(outcome, data, options.units)]
     for sheet in sheets:
         show(rich(sheet))
     if options.json is not None:
@@ -139,18 +135,10 @@ def study_of(options: Options) -> Study:
             raise UserError(f"{first} says what is run, but {what} was given besides; write it into the file")
         study = read(first)
         return study if options.baseline is None else dataclasses.replace(study, baseline=options.baseline)
-    chosen = options.algorithms or USUAL
+    methods = {name: Method(name, tuple(_settings_of(name, options.set))) for name in options.algorithms or USUAL}
     search = Search(dict(map(_searched, options.search))) if options.search else None
-    return Study(
-        {folder_name(options.data.data): options.data},
-        {name: Method(name, tuple(_settings_of(name, options.set))) for name in chosen},
-        first_seeds(options.seeds),
-        options.settings,
-        options.model,
-        options.baseline or "",
-        options.vary_data,
-        search,
-    )
+    data, seeds, baseline = {folder_name(options.data.data): options.data}, first_seeds(options.seeds), options.baseline or ""
+    return Study(data, methods, seeds, options.settings, options.model, baseline, options.vary_data, search)
 
 
 @contextlib.contextmanager
@@ -178,13 +166,10 @@ def tables(outcome: Outcome, data: str, units: str) -> list[Sheet]:
     label = about["name"] if len(outcome.study.data) == 1 else f"{data} ({about['name']})"
     title = f"{label}: {about['clients']} clients, {about['unseen']} unseen, {first['rounds']} rounds"
     missing = outcome.missing(data)
-    notes = [f"missing: {', '.join(missing)}"] if missing else []
-    if len(runs) > 1:
-        notes.insert(0, RULE)
+    notes = [RULE] * (len(runs) > 1) + [f"missing: {', '.join(missing)}"] * bool(missing)
     found = [figures(runs, title, outcome.winners(data, units), "; ".join(notes))]
     if base := outcome.differences(data):
-        numeric = about_numbers(first["metrics"])
-        sheet = difference_sheet(base, units, numeric)
+        sheet = difference_sheet(base, units, about_numbers(first["metrics"]))
         found.append(sheet._replace(title=f"{label}: {sheet.title}"))
     return found
 
@@ -199,11 +184,9 @@ def chosen(outcome: Outcome) -> Iterator[str]:
             continue
         best = next(one for one in choice.tries if one.settings == choice.settings)
         failed = sum(one.failure is not None for one in choice.tries)
-        others = f", {failed} failed" if failed else ""
-        yield (
-            f"{place}: {' '.join(choice.settings)} of {len(choice.tries)} tries{others} "
-            f"({search.figure} {best.score:.3f}, {best.mode}, on validation rows)"
-        )
+        tries = f"{len(choice.tries)} tries" + (f", {failed} failed" if failed else "")
+        figure = f"{search.figure} {best.score:.3f}, {best.mode}, on validation rows"
+        yield f"{place}: {' '.join(choice.settings)} of {tries} ({figure})"
 
 
 def content(outcome: Outcome, command: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,7 +150,8 @@ def local(arguments: Sequence[str]) -> None:
         run = started.run({"out": str(out / "server")})
         moved = add("rounds", experiment.rounds)
         while run.poll() is None:
-            moved(SimpleNamespace(round=rounds_in(out / "server" / "metrics.jsonl")), None)
+            metrics = out / "server" / "metrics.jsonl"
+            moved(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
             dead = [name for name, process in started.processes.items() if name != "run" and process.poll() is not None]
             if dead or time.monotonic() - began > options.patience:
                 why = f"{', '.join(dead)} ended" if dead else f"{options.patience:.0f} s are over"
@@ -163,14 +163,9 @@ def local(arguments: Sequence[str]) -> None:
     if experiment.networked:
         found = files.read_json(result, algorithm=str, rounds=int, metrics=dict)
         show(result_table({found["algorithm"]: [found]}, f"{experiment.sites} sites, {found['rounds']} rounds"))
-        personal = ["--project", str(project), "--number", "0", "--state", str(out / "sites"), "--out", str(out / "site0.csv")]
-        personalise(personal)
+        where = ["--state", str(out / "sites"), "--out", str(out / "site0.csv")]
+        personalise(["--project", str(project), "--number", "0", *where])
     show(f"run: {out / 'server'}; {time.monotonic() - began:.0f} s")
-
-
-def rounds_in(path: Path) -> int:
-    """How many rounds a log of metrics has."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def personalise(arguments: Sequence[str]) -> None:
@@ -184,8 +179,7 @@ def personalise(arguments: Sequence[str]) -> None:
     if not experiment.networked:
         raise UserError("personalise predicts rows of a network, but this experiment fits a structured model")
     given: dict[str, Any] = {"number": options.number, "state": str(options.state)}
-    if options.data is not None:
-        given["data"] = options.data
+    given |= {} if options.data is None else {"data": options.data}
     site = Site(experiment, options.number, options.state, experiment.load(given))
     posterior = site.posterior(adapted=options.adapted)
     if options.out is not None and options.out.suffix == ".safetensors":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -37,13 +38,8 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None
 
     With a `total` of rounds, of several runs, there is a bar for all of them too, and those that are through are not shown.
     """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    label = TextColumn("{task.description}", markup=False)
+    columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     terminal = Console(stderr=True)
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         everything = None if total is None else progress.add_task("all rounds", total=total)
@@ -62,6 +58,16 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None
             return callback
 
         yield add
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left", **options)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def result_table(results: Mapping[str, Sequence[dict[str, Any]]], title: str) -> Table:

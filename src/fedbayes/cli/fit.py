@@ -8,16 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
-from rich import box
-from rich.table import Table
 from tyro.conf import UseAppendAction, arg
 
 from fedbayes.algorithms import find, names
 from fedbayes.cli.arguments import keeping, parse, python_file
-from fedbayes.cli.display import progress_bar, show
+from fedbayes.cli.display import plain_table, progress_bar, show
 from fedbayes.errors import UserError
 from fedbayes.results.simulate import simulate
-from fedbayes.results.structured_fit import SiloFit
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
 from fedbayes.results.trackers import tracker
 
@@ -71,24 +68,13 @@ def main(arguments: Sequence[str]) -> None:
     rounds, label, data = options.algorithm.rounds, file.name, file.silos
     folder = options.out or Path("runs") / f"{path.stem}-{label}-{options.seed}"
     trackers = tuple(tracker(spec) for spec in options.track)
+    given = {name: getattr(options, name) for name in ("cohort", "in_turn", "seed", "loop", "resume", "force")}
     with progress_bar() as add, keeping(folder, "fit", arguments):
-        fit = simulate(
-            options.algorithm,
-            data,
-            rounds,
-            cohort=options.cohort,
-            in_turn=options.in_turn,
-            seed=options.seed,
-            loop=options.loop,
-            folder=folder,
-            resume=options.resume,
-            force=options.force,
-            callbacks=(add(label, rounds), *trackers),
-            config={"file": path.name},
-        )
+        given |= {"callbacks": (add(label, rounds), *trackers), "config": {"file": path.name}}
+        fit = simulate(options.algorithm, data, rounds, folder=folder, **given)
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
     show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
-    show(posterior_table(fit))
+    show(plain_table(["", *HEADINGS], rows(fit.result) or [["too many numbers to list: see posterior.nc"]]))
     show(verdict(fit.result))
     show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
 
@@ -117,19 +103,6 @@ def load(path: Path) -> ModuleType:
     return python_file(path, NEEDED, "a Python file with population(), silo(population, data) and silos()")
 
 
-def posterior_table(fit: SiloFit) -> Table:
-    """The posterior of what all silos share."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for row in rows(fit.result):
-        table.add_row(*row)
-    if not table.rows:
-        table.add_row("too many numbers to list: see posterior.nc")
-    return table
-
-
 def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The value of --algorithm, and the other arguments."""
     for place, word in enumerate(arguments):
@@ -144,10 +117,8 @@ def _default(module: ModuleType, name: str | None) -> Any:
     """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
     own: Any = getattr(module, "algorithm", None)
     if own is not None and type(own) not in map(find, names("silos")):
-        raise UserError(
-            f"algorithm in {module.__name__}.py is {own!r}, but it must be one with its model, such as "
-            "fedbayes.PVI(population, silo)"
-        )
+        expected = "it must be one with its model, such as fedbayes.PVI(population, silo)"
+        raise UserError(f"algorithm in {module.__name__}.py is {own!r}, but {expected}")
     if own is not None and (name is None or isinstance(own, find(name, "silos"))):
         rounds = own.rounds or getattr(module, "rounds", None) or own.default_rounds
         return dataclasses.replace(own, rounds=rounds)

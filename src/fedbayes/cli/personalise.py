@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from tyro.conf import Positional, arg
@@ -55,17 +55,14 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"out is {options.out}, which is the data; choose another file")
     if fit is None or folder != options.run:
         fit = opened(options.run)  # says what is wrong with it
-    settings = _changed(fit.shared.algorithm, options.algorithm)
+    before, now = fit.shared.algorithm, options.algorithm
+    pairs = ((field.name, getattr(before, field.name), getattr(now, field.name)) for field in dataclasses.fields(before))
+    settings = {name: new for name, old, new in pairs if new is not old and new != old}
     fit = (reloaded(options.run) if options.adapted else fit).replace(**settings)
     found = of_rows(fit, options.data) if options.data is not None else of_client(fit, options.client, options.adapted)
     found.save(options.out)
     show(repr(found))
     show(f"personal model: {options.out} ({options.out.stat().st_size:,} bytes)")
-
-
-def _changed(before: Any, now: Any) -> dict[str, Any]:
-    pairs = ((field.name, getattr(before, field.name), getattr(now, field.name)) for field in dataclasses.fields(before))
-    return {name: new for name, old, new in pairs if new is not old and new != old}
 
 
 def of_client(fit: Fit, client: str | None, adapted: bool) -> Posterior:
@@ -88,9 +85,7 @@ def rows_of(shared: Posterior, path: Path, *, labels: bool) -> tuple[np.ndarray,
         show(f"ignored: {', '.join(rows.ignored)}")
     if labels and not rows.labelled:
         there = f"no column {rows.target!r}" if rows.target else "no column that says them in this data set's own classes"
-        raise UserError(
-            f"{shared.algorithm.title} adapts to rows with labels, but {path} has {there}; add it, or train a method that "
-            "needs none, such as fedvi"
-        )
+        advice = "add it, or train a method that needs none, such as fedvi"
+        raise UserError(f"{shared.algorithm.title} adapts to rows with labels, but {path} has {there}; {advice}")
     x = np.concatenate([block.x for block in rows])
     return x.astype(np.float32) if spec.dtypes[0] == "float32" else x, rows.labels() if labels else None

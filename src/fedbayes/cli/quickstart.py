@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from fedbayes.cli.arguments import python_file
 from fedbayes.cli.compare import bars
-from fedbayes.cli.display import progress_bar, result_table, show
+from fedbayes.cli.display import plain_table, progress_bar, result_table, show
 from fedbayes.errors import UserError
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit
@@ -39,6 +38,11 @@ STUDY = parse(
 )
 SIX_CITIES = Path(__file__).parents[3] / "examples" / "six_cities.py"
 """Where a clone has it; an installed package has no examples."""
+MEANING = """\
+global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's
+own rows, which FedVI does without their labels. An unseen client never trained before. Every client is scored on its
+own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.
+"""
 NUTS = {
     "beta[0]": (-3.161, 0.228),
     "beta[1]": (0.462, 0.292),
@@ -53,9 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train the papers' methods for networks beside FedAvg, fit a mixed model over two silos by theirs, and write the page."""
     if arguments:
         if arguments[0] in ("-h", "--help"):
-            print(
-                "usage: fedbayes quickstart\n\nTwo minutes of what there is; runs and their page are kept in runs/quickstart."
-            )
+            print("usage: fedbayes quickstart\n\nTwo minutes of what there is; the runs and their page are in runs/quickstart.")
             return
         raise UserError(f"quickstart takes no options, but {arguments[0]!r} was given; see fedbayes compare --help")
     from fedbayes.report.page import report
@@ -68,11 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     (results,) = outcome.results.values()
     shown = {name: list(seeds.values()) for name, seeds in results.items()}
     show(result_table(shown, f"{STUDY.run.rounds} rounds, {STUDY.run.cohort} clients a round"))
-    show("global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's")
-    show(
-        "own rows, which FedVI does without their labels. An unseen client never trained before. Every client is scored on its"
-    )
-    show("own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.\n")
+    show(MEANING)
     if SIX_CITIES.exists():
         show("Six Cities: wheezing of 537 children in two silos, a mixed model in NumPyro (examples/six_cities.py).\n")
         show(beside_nuts(six_cities()))
@@ -102,12 +100,9 @@ def six_cities() -> dict[str, SiloFit]:
 
 def beside_nuts(fits: dict[str, SiloFit]) -> Table:
     """The posteriors over silos beside that of pooled data."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for heading in (*(f"two silos, {name}" for name in fits), "all together, NUTS"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, pooled in NUTS.items():
         posteriors = [fit.result["posterior"][name] for fit in fits.values()]
         cells = [*((one["mean"], one["sd"]) for one in posteriors), pooled]
-        table.add_row(name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in cells))
-    return table
+        rows.append([name, *(f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in cells)])
+    return plain_table(["", *(f"two silos, {name}" for name in fits), "all together, NUTS"], rows)

@@ -79,16 +79,7 @@ def reloaded(folder: Path) -> Fit:
 
 def _simulated(chosen: Chosen, folder: Path, **more: Any) -> Fit:
     options, settings = chosen.options, chosen.options.settings
-    fit: Fit = simulate(
-        chosen.algorithm,
-        chosen.data,
-        settings.rounds,
-        seed=options.seed,
-        **settings.keywords,
-        evaluate_every=options.evaluate_every,
-        average_last=options.average_last,
-        folder=folder,
-        config={"network": options.algorithm.model.name},
-        **more,
-    )
+    given = {name: getattr(options, name) for name in ("seed", "evaluate_every", "average_last")}
+    given |= {"config": {"network": options.algorithm.model.name}, **settings.keywords, **more}
+    fit: Fit = simulate(chosen.algorithm, chosen.data, settings.rounds, folder=folder, **given)
     return fit

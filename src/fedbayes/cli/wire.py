@@ -36,12 +36,8 @@ def main(arguments: Sequence[str]) -> None:
     does = "What {name} sends in a round: each array, its shape, its reduction and what it depends on."
     chosen = choose(Options, arguments, "wire", does)
     if chosen is not None:
-        options = chosen.options
-        _show(
-            wire.manifest(chosen.algorithm.planned(options.settings.rounds, **chosen.data.facts), chosen.data.example),
-            options.plain,
-            "client",
-        )
+        algorithm = chosen.algorithm.planned(chosen.options.settings.rounds, **chosen.data.facts)
+        _show(wire.manifest(algorithm, chosen.data.example), chosen.options.plain, "client")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

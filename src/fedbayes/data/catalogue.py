@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,7 @@ def digits(options: Options) -> Table:
 
 def mnist_writers(options: Options) -> Table:
     """MNIST by the person who wrote each digit: the writers of the training set train, those of the test set are unseen."""
-    arrays = _arrays(
-        "mnist_writers", "mnist_writers.npz", "x_train", "y_train", "writer_train", "x_test", "y_test", "writer_test"
-    )
-    is_unseen = np.arange(len(arrays["y_train"]) + len(arrays["y_test"])) >= len(arrays["y_train"])
-    x, y, client = (np.concatenate([arrays[f"{name}_train"], arrays[f"{name}_test"]]) for name in ("x", "y", "writer"))
+    (x, y, client), is_unseen, _ = _both("mnist_writers", "mnist_writers.npz", ("x", "y", "writer"))
     return Table(x, y, client=client, unseen=is_unseen, classes=list("0123456789"))
 
 
@@ -55,7 +52,7 @@ def cifar100(options: Options) -> Table:
 
 def chars74k_hnd(options: Options) -> Table:
     """62 handwritten characters by each of 55 writers, who are the clients."""
-    arrays = _arrays("chars74k_hnd", "chars74k_hnd.npz", "x", "y", "writer", "classes")
+    arrays = read_arrays(_file("chars74k_hnd", "chars74k_hnd.npz"), ("x", "y", "writer", "classes"))
     return Table(arrays["x"], arrays["y"], client=arrays["writer"], classes=arrays["classes"])
 
 
@@ -76,49 +73,29 @@ def heart_disease_uci(options: Options) -> Table:
     return dataclasses.replace(table, y=disease, classes=["no disease", "disease"], missing="drop", layout=layout)
 
 
-SETS: dict[str, Callable[[Options], Table]] = {
-    "digits": digits,
-    "mnist_writers": mnist_writers,
-    "mnist": mnist,
-    "fashion_mnist": fashion_mnist,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
-    "chars74k_hnd": chars74k_hnd,
-    "heart_disease_uci": heart_disease_uci,
-}
+_ALL = (digits, mnist_writers, mnist, fashion_mnist, cifar10, cifar100, chars74k_hnd, heart_disease_uci)
+SETS: dict[str, Callable[[Options], Table]] = {one.__name__: one for one in _ALL}
 
 
-def _official(
-    folder: str, file: str, classes: str | list[str], partition: str, clients: int, coarse: str | None = None
-) -> Table:
-    more = [key for key in (classes, coarse) if isinstance(key, str)]
-    arrays = _arrays(folder, file, "x_train", "y_train", "x_test", "y_test", *more)
-    y = np.concatenate([arrays["y_train"], arrays["y_test"]]).astype(np.int32)
-    return Table(
-        np.concatenate([arrays["x_train"], arrays["x_test"]]),
-        y,
-        is_test=np.arange(len(y)) >= len(arrays["y_train"]),
-        classes=arrays[classes] if isinstance(classes, str) else classes,
-        coarse=arrays[coarse] if coarse else None,
-        partition=partition,
-        clients=clients,
-    )
+def _official(folder: str, file: str, classes: Any, partition: str, clients: int, coarse: str | None = None) -> Table:
+    (x, y), is_test, more = _both(folder, file, ("x", "y"), *(key for key in (classes, coarse) if isinstance(key, str)))
+    own = {"classes": more[classes] if isinstance(classes, str) else classes, "coarse": more[coarse] if coarse else None}
+    return Table(x, y.astype(np.int32), is_test=is_test, partition=partition, clients=clients, **own)
 
 
-def _arrays(folder: str, file: str, *keys: str) -> dict[str, np.ndarray]:
-    return read_arrays(_file(folder, file), keys)
+def _both(folder: str, file: str, names: Sequence[str], *more: str) -> tuple[list[np.ndarray], np.ndarray, dict[str, Any]]:
+    """Arrays of the training and then of the test part, which rows are of the latter, and what is of both."""
+    found = read_arrays(_file(folder, file), [f"{name}_{part}" for part in ("train", "test") for name in names] + [*more])
+    joined = [np.concatenate([found[f"{name}_train"], found[f"{name}_test"]]) for name in names]
+    return joined, np.arange(len(joined[0])) >= len(found[f"{names[0]}_train"]), found
 
 
 def _file(folder: str, file: str) -> Path:
     root = os.environ.get("FEDBAYES_DATA")
     if not root:
-        raise UserError(
-            f"the file {folder}/{file} is needed but FEDBAYES_DATA is not set; set it to the folder that has {folder}/, or "
-            "start with --data digits, which needs no file"
-        )
+        advice = f"set it to the folder that has {folder}/, or start with --data digits, which needs no file"
+        raise UserError(f"the file {folder}/{file} is needed but FEDBAYES_DATA is not set; {advice}")
     path = Path(root).expanduser() / folder / file
     if not path.is_file():
-        raise UserError(
-            f"there is no file {path}; put it there or set FEDBAYES_DATA (now {root}) to the folder that has {folder}/"
-        )
+        raise UserError(f"there is no file {path}; put it there or set FEDBAYES_DATA (now {root}) to the folder of {folder}/")
     return path

@@ -61,10 +61,8 @@ class Clients:
     def __post_init__(self) -> None:
         N, rows = len(self.names), len(self.x)
         if self.y.shape != (rows,) or self.offsets.shape != (N + 1,) or self.offsets[0] != 0 or self.offsets[-1] != rows:
-            raise UserError(
-                f"{self.name}: {rows} rows of x, {len(self.y)} of y and offsets up to {self.offsets[-1]} for {N} clients do "
-                "not fit together; build the clients with Clients.build"
-            )
+            given = f"{rows} rows of x, {len(self.y)} of y and offsets up to {self.offsets[-1]} for {N} clients"
+            raise UserError(f"{self.name}: {given} do not fit together; build the clients with Clients.build")
         if self.train_counts.shape != (N,) or self.unseen.shape != (N,):
             raise UserError(f"{self.name}: expected one training count and one flag `unseen` for each of {N} clients")
         counts = np.diff(self.offsets)
@@ -134,11 +132,10 @@ class Clients:
         mask = np.zeros((slots, length), bool)
         mask[: len(ids)] = np.arange(length) < counts[:, None]
         # A slice per client: a mapped file is read in runs, and an index per row would be as large as the cohort's labels.
-        for slot, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            x[slot, :count] = self.x[start : start + count]
-            y[slot, :count] = self.y[start : start + count]
-        release(self.x)
-        release(self.y)
+        for whole, padded in ((self.x, x), (self.y, y)):
+            for slot, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+                padded[slot, :count] = whole[start : start + count]
+            release(whole)
         return Data(x, y, mask)  # type: ignore[arg-type]  # NumPy here; the caller chooses when they go to a device
 
     def index(self, name: str) -> int:
@@ -174,9 +171,7 @@ class Clients:
             places = np.array([self.index(name) for name in ([who] if isinstance(who, str) else who)], int)
             who = int(np.isin(self.participants, places).sum())
         if not 0 <= who < max(left, 1):
-            raise UserError(
-                f"{self.name}: cannot hold out {who} of {left} participating clients; hold out between 0 and {left - 1}"
-            )
+            raise UserError(f"{self.name}: cannot hold out {who} of {left} participating clients; give 0 to {left - 1}")
         unseen = self.unseen.copy()
         drawn = np.random.default_rng([UNSEEN, seed]).choice(self.participants, who, replace=False)
         unseen[drawn if places is None else places] = True
@@ -213,18 +208,9 @@ class Clients:
     def _rebuilt(self, client: np.ndarray, names: np.ndarray, unseen: np.ndarray, **options: Any) -> Clients:
         gone = np.bincount(client[client >= 0], minlength=len(names)) == 0  # a client that had test rows alone
         place = np.append(np.where(gone, -1, np.cumsum(~gone) - 1), -1)
-        built = Clients.build(
-            self.x,
-            self.y,
-            place[client],
-            names=names[~gone],
-            unseen=unseen[~gone].tolist(),
-            classes=self.classes,
-            features=self.features,
-            name=self.name,
-            missing="keep",
-            **options,
-        )
+        own: dict[str, Any] = {"names": names[~gone], "unseen": unseen[~gone].tolist(), "classes": self.classes}
+        own |= {"features": self.features, "name": self.name, "missing": "keep", **options}
+        built = Clients.build(self.x, self.y, place[client], **own)
         return dataclasses.replace(built, shift=self.shift, scale=self.scale, layout=self.layout)
 
     def standardised(self, pooled: bool | None = None) -> Clients:
@@ -265,11 +251,9 @@ class Clients:
         [1.0, 3.0, 2.0]
         """
         count, mean, _ = self._moments((0,))
-        for column in np.flatnonzero(np.ravel(count == 0)):
-            raise UserError(
-                f"{self.name}: {self._column(int(column))} has no value in any participant's training rows to take a mean of; "
-                "leave that column out"
-            )
+        for place in np.flatnonzero(np.ravel(count == 0)):
+            column = f"column {self.features[place]!r}" if self.features else f"feature {place}"
+            raise UserError(f"{self.name}: {column} has no value in any participant's training rows; leave that column out")
         layout = dataclasses.replace(self.layout, fill=tuple(mean.astype(np.float32).ravel().tolist()))
         return dataclasses.replace(self, x=np.where(np.isnan(self.x), mean.astype(np.float32), self.x), layout=layout)
 
@@ -293,9 +277,6 @@ class Clients:
             mean = mean + delta * n / total
             count = count + n
         return np.asarray(count), np.asarray(mean), np.asarray(squares)
-
-    def _column(self, index: int) -> str:
-        return f"column {self.features[index]!r}" if self.features else f"feature {index}"
 
     @classmethod
     def build(
@@ -338,9 +319,7 @@ class Clients:
             raise UserError(f"{name}: there are no rows; expected at least one")
         for what, array in (("y", y), ("client", client), ("is_test", is_test)):
             if array is not None and array.shape != (len(x),):
-                raise UserError(
-                    f"{name}: {what} has shape {array.shape}, expected one value for each of the {len(x)} rows of x"
-                )
+                raise UserError(f"{name}: {what} has shape {array.shape}, expected one value for each of the {len(x)} rows")
         if x.ndim < 2:
             x = x[:, None]
         y, class_names = targets(y, None if classes is None else [str(c) for c in classes], name)
@@ -352,13 +331,9 @@ class Clients:
         counts = np.bincount(client[kept], minlength=N)
         if is_test is None:
             is_test = split(client, counts, test, seed)
-        flags = np.zeros(N, bool)
-        if unseen is not None:
-            given = np.asarray(unseen, bool)
-            if len(given) == N:
-                flags = given
-            else:
-                flags[client[given & (client >= 0)]] = True
+        flags = np.zeros(N, bool) if unseen is None else np.asarray(unseen, bool)
+        if len(flags) != N:  # one for each row
+            flags = np.isin(np.arange(N), client[flags & (client >= 0)])
         order = kept[np.lexsort((is_test[kept], client[kept]))]
         shape = x.shape[1:]
         return cls(

@@ -63,10 +63,8 @@ def corrupted(
     """
     x, y = np.asarray(x), np.asarray(y)
     if x.dtype != np.uint8 or x.ndim != 4 or x.shape[3] != 3 or min(x.shape[1:3]) < 32:
-        raise UserError(
-            f"{name}: images have shape {x.shape[1:]} and type {x.dtype}, but a corruption is of colour images of bytes, at "
-            "least 32 pixels a side"
-        )
+        expected = "a corruption is of colour images of bytes, at least 32 pixels a side"
+        raise UserError(f"{name}: images have shape {x.shape[1:]} and type {x.dtype}, but {expected}")
     if severity not in (1, 2, 3, 4, 5):
         raise UserError(f"{name}: severity is {severity}, but it is a whole number from 1 to 5")
     random = np.random.default_rng([0xC0, seed])

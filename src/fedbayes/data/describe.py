@@ -10,10 +10,8 @@ import numpy as np
 from fedbayes.data.rows import blocks
 from fedbayes.errors import printable
 
-SHOWN = 20
-"""Clients with a line of their own."""
-COLUMNS = 12
-"""Classes with a column of their own."""
+SHOWN = 20  # clients with a line of their own
+COLUMNS = 12  # classes with a column of their own
 
 
 def label_counts(clients: Any) -> np.ndarray:
@@ -65,16 +63,10 @@ def facts(clients: Any, most: int | None = None) -> Facts:
     else:
         parts = zip(clients.offsets[:-1], clients.offsets[1:], strict=True)
         quantiles = [np.quantile(clients.y[start:stop], [0.05, 0.25, 0.5, 0.75, 0.95]).tolist() for start, stop in parts]
-    return Facts(
-        clients.name,
-        [str(name) for name in clients.names],
-        clients.unseen.tolist(),
-        clients.train_counts.tolist(),
-        clients.test_counts.tolist(),
-        None if clients.classes is None else list(clients.classes),
-        labels,
-        quantiles,
-    )
+    each = (clients.names.astype(str), clients.unseen, clients.train_counts, clients.test_counts)
+    names, unseen, train, test = (values.tolist() for values in each)
+    classes = None if clients.classes is None else list(clients.classes)
+    return Facts(clients.name, names, unseen, train, test, classes, labels, quantiles)
 
 
 def describe(clients: Any) -> str:
@@ -95,9 +87,8 @@ def describe(clients: Any) -> str:
     all         4     2   3    3
     * unseen: never trains
     """
-    rows = np.diff(clients.offsets)
-    width = int(np.prod(clients.shape))
-    what = f"{width} features" if len(clients.shape) == 1 else f"shape {'x'.join(map(str, clients.shape))}"
+    rows, shape = np.diff(clients.offsets), clients.shape
+    what = f"{shape[0]} features" if len(shape) == 1 else f"shape {'x'.join(map(str, shape))}"
     unseen = f", {clients.unseen.sum()} of them unseen" if clients.unseen.any() else ""
     lines = [
         f"{clients.name}: {len(clients)} clients{unseen}",
@@ -119,13 +110,12 @@ def table(clients: Any) -> list[list[str]]:
     elif len(clients.classes) > COLUMNS:
         header, cells, total = _many_classes(clients.classes, label_counts(clients), shown)
     else:
-        counts = label_counts(clients)
-        header, cells, total = list(clients.classes), counts[:shown].astype(str).tolist(), counts.sum(0).astype(str).tolist()
+        each = label_counts(clients)
+        header, cells, total = list(clients.classes), each[:shown].astype(str).tolist(), each.sum(0).astype(str).tolist()
     lines = [["client", "train", "test", *_short(header)]]
     for i, name in enumerate(_short(clients.names[:shown])):
-        lines.append(
-            [name + " *" * bool(clients.unseen[i]), str(clients.train_counts[i]), str(clients.test_counts[i]), *cells[i]]
-        )
+        counts = [str(clients.train_counts[i]), str(clients.test_counts[i])]
+        lines.append([name + " *" * bool(clients.unseen[i]), *counts, *cells[i]])
     if shown < len(clients):
         lines.append([f"… {len(clients) - shown} more"] + [""] * (len(lines[0]) - 1))
     lines.append(["all", str(clients.train_counts.sum()), str(clients.test_counts.sum()), *total])
@@ -165,10 +155,6 @@ def _short(names: Iterable[Any], width: int = 20) -> list[str]:
 
 
 def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
+    return ["  ".join(row).rstrip() for row in rows]

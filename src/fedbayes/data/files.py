@@ -30,10 +30,8 @@ def read(path: Path, options: Options, name: str) -> Table:
         raise UserError(f"the folder {path} has neither train-images-idx3-ubyte nor train/*.json; expected {FORMATS}")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty; expected {FORMATS}")
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = (
-        suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in (".gz", ".xz", ".bz2", ".zip", ".zst") else (suffixes or [""])[-1]
-    )
+    *_, before, kind = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    kind = before if before and kind in (".gz", ".xz", ".bz2", ".zip", ".zst") else kind
     if kind == ".npz":
         return read_npz(path, options, name)
     if kind in (".csv", ".tsv", ".parquet"):
@@ -49,16 +47,13 @@ def read_npz(path: Path, options: Options, name: str) -> Table:
         raise UserError(f"{path}: ignore is for .csv and .parquet; leave the columns out of x instead")
     wanted = {"x": "x", "y": options.target or "y", "client": options.client_column or "client"}
     wanted |= {"is_test": options.test_column or "is_test", "unseen": "unseen", "classes": "classes", "features": "features"}
-    required = [wanted["x"], wanted["y"]]
-    required += [key for key in (options.client_column, options.test_column) if key]
+    required = [wanted["x"], wanted["y"], *filter(None, (options.client_column, options.test_column))]
     found = read_arrays(path, required, optional=list(wanted.values()))
     arrays = {role: found[key] for role, key in wanted.items() if key in found}
     lengths = {role: len(np.atleast_1d(arrays[role])) for role in ("x", "y", "client", "is_test", "unseen") if role in arrays}
     if len(set(lengths.values())) > 1:
-        raise UserError(
-            f"{path}: the arrays have different lengths ({', '.join(f'{key} {n}' for key, n in lengths.items())}); "
-            "expected one value for each row"
-        )
+        listed = ", ".join(f"{key} {n}" for key, n in lengths.items())
+        raise UserError(f"{path}: the arrays have different lengths ({listed}); expected one value for each row")
     if not lengths["y"]:
         raise UserError(f"{path} has no rows")
     y, classes = arrays["y"], arrays.get("classes")
@@ -66,16 +61,9 @@ def read_npz(path: Path, options: Options, name: str) -> Table:
     if named is None or options.task in ("regression", "counts"):
         y, named = encode(y, options.task, str(path), wanted["y"])
     features = None if "features" not in arrays else [str(feature) for feature in arrays["features"]]
-    return Table(
-        arrays["x"],
-        y,
-        client=arrays.get("client"),
-        is_test=arrays["is_test"].astype(bool) if "is_test" in arrays else None,
-        unseen=arrays["unseen"].astype(bool) if "unseen" in arrays else None,
-        classes=named,
-        features=features,
-        layout=Layout(tuple(map(Column, features or ())), wanted["y"]),
-    )
+    flags: dict[str, Any] = {role: arrays[role].astype(bool) for role in ("is_test", "unseen") if role in arrays}
+    layout = Layout(tuple(map(Column, features or ())), wanted["y"])
+    return Table(arrays["x"], y, client=arrays.get("client"), classes=named, features=features, layout=layout, **flags)
 
 
 def read_arrays(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -90,9 +78,7 @@ def read_arrays(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
         if "allow_pickle" in str(error):
             raise UserError(f"{path} holds Python objects, which are not read; save plain arrays of numbers or text") from error
-        raise UserError(
-            f"{path} cannot be read as .npz ({error}); it may be damaged or cut off: write or copy it again"
-        ) from error
+        raise UserError(f"{path} cannot be read as .npz ({error}); it may be damaged or cut off: copy it again") from error
 
 
 def read_idx(folder: Path, options: Options, name: str) -> Table:
@@ -140,37 +126,26 @@ def read_leaf(folder: Path, options: Options, name: str) -> Table:
     users = list(dict.fromkeys([*train, *test]))
     if not users:
         raise UserError(f"{folder}: the files under train/ name no users; expected users and user_data")
-    xs: list[np.ndarray] = []
-    ys: list[np.ndarray] = []
-    owner: list[int] = []
-    is_test: list[bool] = []
-    for position, user in enumerate(users):
-        for part, rows in ((False, train.get(user)), (True, test.get(user))):
-            if rows is None:
-                continue
-            x, y = rows
-            xs.append(x)
-            ys.append(y)
-            owner += [position] * len(y)
+    # Each user's part, and which of its rows are for testing.
+    parts = [(place, *train[user], np.zeros(len(train[user][1]), bool)) for place, user in enumerate(users) if user in train]
+    for place, user in enumerate(users):
+        if user in test:
+            rows = np.arange(len(test[user][1]))
             # Who is only under test is a client that never trains; some of its rows are there to adapt on.
-            is_test += [part and (user in train or i % 2 == 1) for i in range(len(y))]
-    if not any(len(y) for y in ys):
+            parts.append((place, *test[user], rows % 2 == 1 if user not in train else rows >= 0))
+    parts = sorted((part for part in parts if len(part[2])), key=lambda part: part[0])  # stable: training rows stay first
+    if not parts:
         raise UserError(f"{folder}: the users have no rows")
-    if len({x.shape[1:] for x in xs if len(x)}) > 1:
-        raise UserError(f"{folder}: rows of different shapes ({sorted({x.shape[1:] for x in xs})}); expected one shape for all")
-    y, classes = encode(np.concatenate([y for y in ys if len(y)]), options.task, name)
+    if len(shapes := {x.shape[1:] for _, x, _, _ in parts}) > 1:
+        raise UserError(f"{folder}: rows of different shapes ({sorted(shapes)}); expected one shape for all")
+    x, target, is_test = (np.concatenate([part[column] for part in parts]) for column in (1, 2, 3))
+    y, classes = encode(target, options.task, name)
     if y.dtype.kind in "iu" and classes is None and y.min() >= 0:
         classes = tuple(map(str, range(int(y.max()) + 1)))  # a sample of LEAF's users may miss a label
-    client = np.array(owner)
-    return Table(
-        np.concatenate([x for x in xs if len(x)]),
-        y,
-        client=client,
-        names=np.array(users),
-        is_test=np.array(is_test) if test else None,
-        unseen=np.array([user not in train for user in users])[client] if test else None,
-        classes=classes,
-    )
+    client = np.repeat([part[0] for part in parts], [len(part[2]) for part in parts])
+    unseen = np.array([user not in train for user in users])[client]
+    flags: dict[str, Any] = {"is_test": is_test, "unseen": unseen} if test else {}
+    return Table(x, y, client=client, names=np.array(users), classes=classes, **flags)
 
 
 def _leaf_users(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -182,9 +157,7 @@ def _leaf_users(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             arrays = {user: (np.array(rows["x"]), np.array(rows["y"])) for user, rows in data.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"no {error}" if isinstance(error, KeyError) else error
-            raise UserError(
-                f"{path} is not LEAF's JSON ({problem}); expected users, and user_data with x and y of each"
-            ) from error
+            raise UserError(f"{path} is not LEAF's JSON ({problem}); expected users, and user_data with x and y") from error
         for user, (x, y) in arrays.items():
             if len(x) != len(y):
                 raise UserError(f"{path}: user {user!r} has {len(x)} rows of x and {len(y)} of y; expected as many")

@@ -40,10 +40,9 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
         check_flat(frame[column], where)
         gaps = frame[column].isna().to_numpy()
         if gaps.any() and options.missing != "drop":
-            raise UserError(
-                f"{where}: column {column!r} is missing in {int(gaps.sum())} rows, first in row {int(gaps.argmax())} (from 0); "
-                "it is never filled in: complete it or choose missing=drop"
-            )
+            rows = f"{int(gaps.sum())} rows, first in row {int(gaps.argmax())} (from 0)"
+            advice = "it is never filled in: complete it or choose missing=drop"
+            raise UserError(f"{where}: column {column!r} is missing in {rows}; {advice}")
         frame = frame.loc[frame[column].notna()]
     if not len(frame):
         raise UserError(f"{where} has no rows")
@@ -53,15 +52,11 @@ def from_frame(frame: pd.DataFrame, options: Options, where: str, categorical: S
     columns = tuple(Column.learn(frame[column], column, where, column in categorical) for column in chosen)
     aside = (*(column for column in roles if column != options.target), *options.ignore)
     y, classes = encode(_plain(frame[options.target]), options.task, where, options.target)
-    return Table(
-        np.concatenate([column.encode(frame[column.name], where) for column in columns], axis=1),
-        y,
-        client=None if options.client_column is None else _plain(frame[options.client_column]),
-        is_test=None if options.test_column is None else _flags(frame[options.test_column], where),
-        classes=classes,
-        features=[feature for column in columns for feature in column.features],
-        layout=Layout(columns, options.target, aside),
-    )
+    x = np.concatenate([column.encode(frame[column.name], where) for column in columns], axis=1)
+    client = None if options.client_column is None else _plain(frame[options.client_column])
+    is_test = None if options.test_column is None else _flags(frame[options.test_column], where)
+    features, layout = [name for column in columns for name in column.features], Layout(columns, options.target, aside)
+    return Table(x, y, client=client, is_test=is_test, classes=classes, features=features, layout=layout)
 
 
 def _open(path: Path) -> pd.DataFrame:
@@ -80,12 +75,10 @@ def _open(path: Path) -> pd.DataFrame:
 
 def _plain(column: pd.Series[Any]) -> np.ndarray:
     """A complete column as an array of numbers, truth values or text."""
-    if pd.api.types.is_bool_dtype(column.dtype):
-        return np.asarray(column.to_numpy(bool))
-    if pd.api.types.is_integer_dtype(column.dtype):
-        return np.asarray(column.to_numpy(np.int64))
-    if pd.api.types.is_float_dtype(column.dtype):
-        return np.asarray(column.to_numpy(np.float64))
+    types, kind = pd.api.types, column.dtype
+    for fits, dtype in ((types.is_bool_dtype, bool), (types.is_integer_dtype, np.int64), (types.is_float_dtype, np.float64)):
+        if fits(kind):
+            return np.asarray(column.to_numpy(dtype))
     return np.asarray(column.astype(str).to_numpy(dtype=str))
 
 
@@ -93,9 +86,7 @@ def _flags(column: pd.Series[Any], where: str) -> np.ndarray:
     values = _plain(column)
     words = np.char.lower(values) if values.dtype.kind == "U" else values.astype(float).astype(int).astype(str)
     known = {"true": True, "1": True, "test": True, "false": False, "0": False, "train": False}
-    unknown = [word for word in np.unique(words) if word not in known]
-    if unknown:
-        raise UserError(
-            f"{where}: test column {column.name!r} has {str(unknown[0])!r}; expected true and false, 1 and 0, or test and train"
-        )
+    if unknown := [word for word in np.unique(words) if word not in known]:
+        given = f"test column {column.name!r} has {str(unknown[0])!r}"
+        raise UserError(f"{where}: {given}; expected true and false, 1 and 0, or test and train")
     return np.array([known[word] for word in words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,15 @@ def from_datasets(parts: list[Any], options: Options, where: str, client_column:
             raise UserError(f"{where} has no column {column!r}: {nearest(column, columns)}")
     roles = {target, client_column, options.test_column}
     features = [column for column in columns if column not in roles and column not in options.ignore]
-    arrays = [column for column in features if _is_array(parts[0], column)]
+    first = parts[0][0]  # an image, or a list of numbers of one length, is an array
+    arrays = [name for name in features if hasattr(first[name], "getbands") or isinstance(first[name], (list, np.ndarray))]
     if len(arrays) != 1:
-        return _columns(parts, options, where, target, client_column)
+        import pandas as pd
+
+        from fedbayes.data.frames import from_frame
+
+        frame = pd.concat([part.to_pandas() for part in parts], ignore_index=True)
+        return from_frame(frame, dataclasses.replace(options, target=target, client_column=client_column), where)
     x = np.concatenate([_stack(part, arrays[0], where) for part in parts])
     y = np.concatenate([np.asarray(part[target][:]) for part in parts])
     named = getattr(parts[0].features[target], "names", None)
@@ -85,12 +92,6 @@ def partition(partitioner: Any, labels: np.ndarray, column: str = "label") -> np
     return client
 
 
-def _is_array(part: Any, column: str) -> bool:
-    """An image, or a list of numbers of one length."""
-    value = part[0][column]
-    return hasattr(value, "getbands") or isinstance(value, (list, np.ndarray))
-
-
 def _stack(part: Any, column: str, where: str) -> np.ndarray:
     """The rows of a column in one array, decoded one after the other: as images they would take several times the room."""
     first = np.asarray(part[0][column])
@@ -103,14 +104,3 @@ def _stack(part: Any, column: str, where: str) -> np.ndarray:
             )
         x[i] = value
     return x
-
-
-def _columns(parts: list[Any], options: Options, where: str, target: str, client_column: str | None) -> Table:
-    import dataclasses
-
-    import pandas as pd
-
-    from fedbayes.data.frames import from_frame
-
-    frame = pd.concat([part.to_pandas() for part in parts], ignore_index=True)
-    return from_frame(frame, dataclasses.replace(options, target=target, client_column=client_column), where)

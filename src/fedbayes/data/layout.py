@@ -13,8 +13,7 @@ from fedbayes.errors import UserError, nearest
 if TYPE_CHECKING:
     import pandas as pd
 
-CATEGORIES = 100
-"""A text column with more different values than this is taken for a name or a date, and refused."""
+CATEGORIES = 100  # a text column with more different values than this is taken for a name or a date, and refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +33,7 @@ class Column:
         """A name for each number that the column becomes."""
         if self.kind != "category":
             return (self.name,)
-        return tuple(
-            f"{self.name}={value:g}" if isinstance(value, float) else f"{self.name}={value}" for value in self.categories
-        )
+        return tuple(f"{self.name}={f'{one:g}' if isinstance(one, float) else one}" for one in self.categories)
 
     @property
     def is_text(self) -> bool:
@@ -63,9 +60,9 @@ class Column:
         except TypeError:
             raise UserError(f"{where}: column {name!r} mixes kinds of values; expected numbers or text, or ignore it") from None
         if len(found) > CATEGORIES or not all(isinstance(value, (str, int, float, np.number)) for value in found):
+            expected = f"expected numbers or at most {CATEGORIES} categories: correct it or ignore it"
             raise UserError(
-                f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; expected numbers or "
-                f"at most {CATEGORIES} categories: correct it or ignore it"
+                f"{where}: column {name!r} has {len(found)} different values, such as {str(found[0])!r}; {expected}"
             )
         values = [value.item() if isinstance(value, np.generic) else value for value in found]
         return cls(name, "category", tuple(values))
@@ -86,23 +83,18 @@ class Column:
                 return column.to_numpy(np.float32, na_value=np.nan)[:, None]
         missing = column.isna().to_numpy(bool)
         if self.is_text:
-            known = pd.Index(self.categories, dtype=object)
-            codes = known.get_indexer(pd.Index(column.to_numpy(object), dtype=object))
+            codes = pd.Index(self.categories, dtype=object).get_indexer(pd.Index(column.to_numpy(object), dtype=object))
         else:
             if not pd.api.types.is_numeric_dtype(column.dtype):
                 self.check_numbers(column, where, start)
                 column = pd.to_numeric(column)
-            codes = pd.Index(np.array(self.categories, np.float64)).get_indexer(
-                pd.Index(column.to_numpy(np.float64, na_value=np.nan))
-            )
+            given = pd.Index(column.to_numpy(np.float64, na_value=np.nan))
+            codes = pd.Index(np.array(self.categories, np.float64)).get_indexer(given)
         unknown = (codes < 0) & ~missing
         if unknown.any():
-            row = int(unknown.argmax())
-            word = str(column.iloc[row])
-            raise UserError(
-                f"{where}: column {self.name!r} has {word!r} in row {start + row} (from 0), which the training data did not "
-                f"have: {nearest(word, self.categories)}; correct it or leave the row out"
-            )
+            row, word = int(unknown.argmax()), str(column.iloc[int(unknown.argmax())])
+            given = f"column {self.name!r} has {word!r} in row {start + row} (from 0), which the training data did not have"
+            raise UserError(f"{where}: {given}: {nearest(word, self.categories)}; correct it or leave the row out")
         values = (codes[:, None] == np.arange(len(self.categories))).astype(np.float32)
         values[missing] = np.nan
         return values
@@ -120,9 +112,8 @@ class Column:
         bad = (there & ~fine).to_numpy(bool)
         if bad.any():
             row, what = int(bad.argmax()), "true or false" if self.kind == "truth" else "a number"
-            raise UserError(
-                f"{where}: column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0); expected {what}"
-            )
+            given = f"column {self.name!r} has {str(column.iloc[row])!r} in row {start + row} (from 0)"
+            raise UserError(f"{where}: {given}; expected {what}")
 
 
 def check_flat(column: pd.Series[Any], where: str) -> None:

@@ -35,10 +35,12 @@ def shards(labels: np.ndarray, clients: int, per_client: int = 2, seed: int = 0)
     [6, 6, 6, 6]
     """
     _enough(labels, clients, per_client, f"{clients} clients with {per_client} shards each")
-    rng = np.random.default_rng(seed)
-    order = _sorted(labels, rng)
+    rng, client = np.random.default_rng(seed), np.empty(len(labels), np.int64)
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
     owner = rng.permutation(np.repeat(np.arange(clients), per_client))
-    return _scatter(order, np.repeat(owner, [len(part) for part in np.array_split(order, len(owner))]))
+    client[order] = np.repeat(owner, [len(part) for part in np.array_split(order, len(owner))])
+    return client
 
 
 def dirichlet(labels: np.ndarray, clients: int, alpha: float = 0.5, minimum: int = 4, seed: int = 0) -> np.ndarray:
@@ -62,7 +64,14 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float = 0.5, minimum: int
         cuts = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))[:-1]) * len(rows)).astype(np.int64)
         for owner, part in enumerate(np.split(rows, cuts)):
             client[part] = owner
-    return _top_up(client, clients, minimum, rng)
+    counts = np.bincount(client, minlength=clients)
+    for small in np.flatnonzero(counts < minimum):
+        while counts[small] < minimum:
+            largest = counts.argmax()
+            client[rng.choice(np.flatnonzero(client == largest))] = small
+            counts[small] += 1
+            counts[largest] -= 1
+    return client
 
 
 def labels_per_client(labels: np.ndarray, clients: int, k: int = 2, seed: int = 0) -> np.ndarray:
@@ -77,10 +86,8 @@ def labels_per_client(labels: np.ndarray, clients: int, k: int = 2, seed: int = 
     """
     values = np.unique(labels)
     if not 1 <= k <= len(values) or clients * k < len(values):
-        raise UserError(
-            f"labels:{k} cannot share {len(values)} labels over {clients} clients; expected between "
-            f"{-(-len(values) // max(1, clients))} and {len(values)} labels per client"
-        )
+        expected = f"expected between {-(-len(values) // max(1, clients))} and {len(values)} labels per client"
+        raise UserError(f"labels:{k} cannot share {len(values)} labels over {clients} clients; {expected}")
     rng = np.random.default_rng(seed)
     holders: list[list[int]] = [[] for _ in values]
     for owner in range(clients):
@@ -213,10 +220,8 @@ def apportion(shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def _fits(counts: np.ndarray, mains: np.ndarray, size: int, own: int) -> bool:
     """Whether there are enough rows of each main label, and then enough of the other labels for its clients."""
-    left = counts - mains * own
-    return bool(
-        (left >= 0).all() and (mains * (size - own) <= left.sum() - left).all() and mains.sum() * (size - own) <= left.sum()
-    )
+    left, others = counts - mains * own, mains * (size - own)
+    return bool((left >= 0).all() and (others <= left.sum() - left).all() and others.sum() <= left.sum())
 
 
 def _enough(labels: np.ndarray, clients: int, each: int, what: str = "") -> None:
@@ -225,29 +230,6 @@ def _enough(labels: np.ndarray, clients: int, each: int, what: str = "") -> None
     if clients * each > len(labels):
         what = what or (f"{clients} clients" if each == 1 else f"{clients} clients with at least {each} rows each")
         raise UserError(f"{what} need {clients * each} rows but there are {len(labels)}; take fewer clients")
-
-
-def _sorted(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    order = rng.permutation(len(labels))
-    return order[np.argsort(labels[order], kind="stable")]
-
-
-def _scatter(order: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    client = np.empty(len(order), np.int64)
-    client[order] = owners
-    return client
-
-
-def _top_up(client: np.ndarray, clients: int, minimum: int, rng: np.random.Generator) -> np.ndarray:
-    counts = np.bincount(client, minlength=clients)
-    for owner in np.flatnonzero(counts < minimum):
-        while counts[owner] < minimum:
-            largest = counts.argmax()
-            moved = rng.choice(np.flatnonzero(client == largest))
-            client[moved] = owner
-            counts[owner] += 1
-            counts[largest] -= 1
-    return client
 
 
 def _path(root: np.ndarray, leaves: np.ndarray, groups: np.ndarray, alive: np.ndarray) -> np.ndarray:
@@ -287,15 +269,11 @@ class Partition:
             if coarse is None:
                 raise UserError("partition pachinko needs coarse and fine labels, which only cifar100 has; try dirichlet:0.1")
             return pachinko(labels, coarse, clients, self.value or 0.1, seed=seed)
-        if self.kind == "shards":
-            return shards(labels, clients, int(self.value or 2), seed=seed)
-        if self.kind == "labels":
-            return labels_per_client(labels, clients, int(self.value or 2), seed=seed)
+        if self.kind in ("shards", "labels"):
+            return (shards if self.kind == "shards" else labels_per_client)(labels, clients, int(self.value or 2), seed)
         if self.kind == "majority":
-            return majority(labels, clients, self.value or 0.9, seed=seed)
-        if self.kind == "dirichlet":
-            return dirichlet(labels, clients, self.value or 0.5, seed=seed)
-        return iid(labels, clients, seed=seed)
+            return majority(labels, clients, self.value or 0.9, seed)
+        return iid(labels, clients, seed) if self.kind == "iid" else dirichlet(labels, clients, self.value or 0.5, seed=seed)
 
     def __str__(self) -> str:
         return self.kind if self.value is None else f"{self.kind}:{self.value:g}"

@@ -11,11 +11,9 @@ import numpy as np
 
 from fedbayes.errors import UserError, nearest
 
-LARGE = 256 * 2**20
-"""Rows of more bytes than this are kept in a mapped file instead of in memory."""
+LARGE = 256 * 2**20  # rows of more bytes than this are kept in a mapped file instead of in memory
 
-BLOCK = 8 * 2**20
-"""Bytes that are read or written at a time where the rows may be many."""
+BLOCK = 8 * 2**20  # bytes that are read or written at a time where the rows may be many
 
 
 def blocks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -85,9 +83,8 @@ def targets(y: np.ndarray, classes: list[str] | None, name: str) -> tuple[np.nda
         if classes is not None:
             raise UserError(f"{name}: y is a float but has class names; expected whole numbers from 0 to {len(classes) - 1}")
         if not np.isfinite(y).all():
-            raise UserError(
-                f"{name}: y of row {int((~np.isfinite(y)).argmax())} is not a finite number; drop or correct that row"
-            )
+            row = int((~np.isfinite(y)).argmax())
+            raise UserError(f"{name}: y of row {row} is not a finite number; drop or correct that row")
         return y.astype(np.float32), None
     if y.dtype.kind not in "biu":
         raise UserError(f"{name}: y has type {y.dtype}, expected whole numbers for classes or floats for a numeric target")
@@ -95,10 +92,8 @@ def targets(y: np.ndarray, classes: list[str] | None, name: str) -> tuple[np.nda
     k = len(found) if classes is None else len(classes)
     if found[0] < 0 or found[-1] >= k:
         shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
-        raise UserError(
-            f"{name}: the labels are {shown}; expected whole numbers from 0 to {k - 1} for {k} classes: renumber them, name "
-            "the classes, or choose task=regression or task=counts"
-        )
+        advice = "renumber them, name the classes, or choose task=regression or task=counts"
+        raise UserError(f"{name}: the labels are {shown}; expected whole numbers from 0 to {k - 1} for {k} classes: {advice}")
     return y.astype(np.int32), tuple(classes or map(str, range(k)))
 
 
@@ -121,10 +116,9 @@ def mapped(parts: Callable[[], Iterator[np.ndarray]], shape: tuple[int, ...], dt
             file.flush()
             return np.memmap(file, dtype, "r", shape=shape)
     except OSError as error:
-        raise UserError(
-            f"cannot keep {int(np.prod(shape)) * dtype.itemsize >> 20} MB in {tempfile.gettempdir()} ({error.strerror}): "
-            "free some space or set TMPDIR to another folder"
-        ) from error
+        size, why = int(np.prod(shape)) * dtype.itemsize >> 20, error.strerror
+        advice = "free some space or set TMPDIR to another folder"
+        raise UserError(f"cannot keep {size} MB in {tempfile.gettempdir()} ({why}): {advice}") from error
 
 
 def release(x: np.ndarray) -> None:

@@ -55,13 +55,8 @@ def load(
     path = Path(spec).expanduser()
     name = path.stem if path.exists() and spec not in NAMES else spec
     if spec == "synthetic" or (path / MANIFEST).is_file():
-        given: dict[str, Any] = {
-            "partition": partition,
-            "client_column": client_column,
-            "target": target,
-            "test_column": test_column,
-        }
-        given |= {"ignore": ignore, "missing": missing, "task": task, "test": test}
+        given: dict[str, Any] = {"partition": partition, "client_column": client_column, "target": target}
+        given |= {"test_column": test_column, "ignore": ignore, "missing": missing, "task": task, "test": test}
         given |= {} if spec == "synthetic" else {"clients": clients}
         if unfit := [option for option, value in given.items() if value]:
             raise UserError(f"{spec} has its clients and rows already, so {', '.join(unfit)} cannot be chosen; leave it out")
@@ -78,20 +73,9 @@ def load(
         table = dataclasses.replace(table, is_test=None)
     table = table.divided(partition, clients, seed, name)
     assert table.client is not None
-    built = Clients.build(
-        table.x,
-        table.y,
-        table.client,
-        names=table.names,
-        classes=table.classes,
-        features=table.features,
-        is_test=table.is_test,
-        unseen=table.unseen,
-        test=0.25 if test is None else test,
-        seed=seed,
-        missing="keep" if missing == "mean" else "refuse",
-        name=name,
-    )
+    own: dict[str, Any] = {part: getattr(table, part) for part in ("names", "classes", "features", "is_test", "unseen")}
+    own |= {"test": 0.25 if test is None else test, "missing": "keep" if missing == "mean" else "refuse"}
+    built = Clients.build(table.x, table.y, table.client, seed=seed, name=name, **own)
     built = built if table.layout is None else dataclasses.replace(built, layout=table.layout)
     # In this order, so that no unseen client and no test row has a part in the means.
     built = built.hold_out(hold_out, seed) if hold_out else built
@@ -99,8 +83,7 @@ def load(
     return built.standardised(table.pooled) if standardise else built
 
 
-NAMES = (*catalogue.SETS, "synthetic")
-"""The data sets that `load` knows by name."""
+NAMES = (*catalogue.SETS, "synthetic")  # the data sets that `load` knows by name
 
 
 def _read(spec: str, path: Path, options: Options, name: str) -> Table:
@@ -110,9 +93,7 @@ def _read(spec: str, path: Path, options: Options, name: str) -> Table:
         return read_hub(spec.removeprefix("hub:"), options)
     if spec in catalogue.SETS:
         if options.client_column or options.target or options.test_column or options.ignore:
-            raise UserError(
-                f"{spec} has fixed columns; client_column, target, test_column and ignore are for files of your own"
-            )
+            raise UserError(f"{spec} has fixed columns; client_column, target, test_column and ignore are for your own files")
         return catalogue.SETS[spec](options)
     if path.exists():
         return files.read(path, options, name)

@@ -16,8 +16,7 @@ from fedbayes.errors import UserError
 
 MANIFEST = "clients.json"
 ARRAYS = ("x", "y", "offsets", "train_counts", "names", "unseen", "shift", "scale")
-Part = tuple[tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]]
-"""Shape and type of an array, and its rows some at a time."""
+Part = tuple[tuple[int, ...], np.dtype[Any], Iterable[np.ndarray]]  # shape and type of an array, and its rows some at a time
 
 
 def save(clients: Any, folder: Path) -> None:
@@ -67,13 +66,6 @@ def load(folder: Path) -> dict[str, Any]:
     except (UserError, OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise UserError(f"{folder} does not hold complete clients ({error}); write it again with Clients.save") from error
     # What is small and asked for at every round stays in memory.
-    small = {key: np.array(array) for key, array in arrays.items() if key not in ("x", "y")}
-    return {
-        "x": arrays["x"],
-        "y": arrays["y"],
-        **small,
-        "classes": None if classes is None else tuple(classes),
-        "features": None if features is None else tuple(features),
-        "name": manifest["name"],
-        "layout": layout,
-    }
+    fields = {key: array if key in ("x", "y") else np.array(array) for key, array in arrays.items()}
+    names = {key: None if value is None else tuple(value) for key, value in (("classes", classes), ("features", features))}
+    return {**fields, **names, "name": manifest["name"], "layout": layout}

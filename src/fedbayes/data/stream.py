@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = "a .csv, .tsv, .parquet or .npz file"
-BLOCK = 8192
-"""Rows that are read at once."""
-MISSING, UNKNOWN = -1, -2
-"""In place of a label: there is none, or it is none of the classes."""
+BLOCK = 8192  # rows that are read at once
+MISSING, UNKNOWN = -1, -2  # in place of a label: there is none, or it is none of the classes
 
 
 class Block(NamedTuple):
@@ -59,9 +57,7 @@ class RowReader:
                 raise UserError(f"{path} has no array 'x': {nearest('x', names)}")
             return
         if not layout.columns:
-            raise UserError(
-                f"the model's rows are arrays of shape {shape} without column names; give them as x in an .npz file"
-            )
+            raise UserError(f"the model's rows are arrays of shape {shape} without names; give them as x in an .npz file")
         layout.absent(names, str(path))
         self.ignored = layout.ignored(names)
 
@@ -97,11 +93,9 @@ class RowReader:
             assert block.y is not None
             gaps = np.isnan(block.y) if block.y.dtype.kind == "f" else block.y == MISSING
             if gaps.any():
-                row = block.start + int(gaps.argmax())
-                what = "number" if self.classes is None else "label"
-                raise UserError(
-                    f"{self.path}: column {self.target!r} has no {what} in row {row} (from 0); complete it or leave the row out"
-                )
+                row, what = block.start + int(gaps.argmax()), "number" if self.classes is None else "label"
+                gap = f"column {self.target!r} has no {what} in row {row} (from 0)"
+                raise UserError(f"{self.path}: {gap}; complete it or leave the row out")
             if block.unknown:
                 assert self.classes is not None
                 raise UserError(f"{self.path}: {block.unknown}; the classes are {', '.join(self.classes)}")
@@ -139,12 +133,8 @@ class RowReader:
         except pd.errors.EmptyDataError:
             raise UserError(f"{self.path} is empty; expected the names of the columns and rows") from None
 
-    def _wanted(self) -> list[str]:
-        return [column.name for column in self.layout.columns] + ([self.target] if self.labelled else [])
-
     def _frame(self, frame: pd.DataFrame, start: int) -> tuple[np.ndarray, Any]:
-        x = self.layout.encode(frame, str(self.path), start)
-        return x, frame[self.target] if self.labelled else None
+        return self.layout.encode(frame, str(self.path), start), frame[self.target] if self.labelled else None
 
     def _text(self) -> Iterator[tuple[np.ndarray, Any]]:
         import pandas as pd
@@ -184,7 +174,8 @@ class RowReader:
         types = {"int64": pd.Int64Dtype(), "bool": pd.BooleanDtype(), "double": pd.Float64Dtype(), "string": pd.StringDtype()}
         start = 0
         with pyarrow.parquet.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(self.block, columns=self._wanted()):
+            wanted = [column.name for column in self.layout.columns] + ([self.target] if self.labelled else [])
+            for batch in file.iter_batches(self.block, columns=wanted):
                 if batch.num_rows:
                     yield self._frame(batch.to_pandas(types_mapper=lambda kind: types.get(str(kind))), start)
                 start += batch.num_rows
@@ -204,10 +195,8 @@ class RowReader:
             for part in x:
                 part = part[:, None] if part.ndim == 1 else part
                 if part.shape[1:] != self.shape or part.dtype.kind not in "biuf":
-                    raise UserError(
-                        f"{self.path}: x is {part.dtype} in rows of shape {part.shape[1:]}; expected numbers in rows "
-                        f"of shape {self.shape}"
-                    )
+                    given = f"{part.dtype} in rows of shape {part.shape[1:]}"
+                    raise UserError(f"{self.path}: x is {given}; expected numbers in rows of shape {self.shape}")
                 with np.errstate(over="ignore"):
                     part = part if part.dtype == np.uint8 else part.astype(np.float32)
                 labels = None if y is None else next(y, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,27 +38,24 @@ def synthetic(
     >>> synthetic(clients=3, rows=5, features=2, classes=None).y.dtype
     dtype('float32')
     """
-    total = clients * rows
-    dtype = np.dtype(np.float32 if classes is None else np.int32)
-    shapes = (total, features), (total,)
+    total, names = clients * rows, None if classes is None else tuple(map(str, range(classes)))
+    forms = (((total, features), np.dtype(np.float32)), ((total,), np.dtype(np.float32 if classes is None else np.int32)))
+    small = _small(clients, rows, features, test)
+
+    def drawn(place: int) -> Iterator[np.ndarray]:
+        """The blocks of x or of y; the rows are drawn twice, so that memory is that of a block."""
+        return (block[place] for block in _blocks(clients, rows, features, classes, seed))
+
     if folder is not None:
-        # The rows are drawn twice, so that memory is that of a block.
-        parts: dict[str, store.Part] = {
-            "x": (shapes[0], np.dtype(np.float32), (x for x, _ in _blocks(clients, rows, features, classes, seed))),
-            "y": (shapes[1], dtype, (y for _, y in _blocks(clients, rows, features, classes, seed))),
-        }
-        for name, array in _small(clients, rows, features, test).items():
-            parts[name] = array.shape, array.dtype, [array]
-        store.write(Path(folder), parts, "synthetic", _names(classes), None)
+        parts: dict[str, store.Part] = {name: (*forms[place], drawn(place)) for place, name in enumerate("xy")}
+        parts |= {name: (array.shape, array.dtype, [array]) for name, array in small.items()}
+        store.write(Path(folder), parts, "synthetic", names, None)
         return Clients.load(folder)
     if total * features * 4 > LARGE:
-        x = mapped(lambda: (x for x, _ in _blocks(clients, rows, features, classes, seed)), shapes[0], np.dtype(np.float32))
-        y = mapped(lambda: (y for _, y in _blocks(clients, rows, features, classes, seed)), shapes[1], dtype)
+        x, y = (mapped(functools.partial(drawn, place), *forms[place]) for place in (0, 1))
     else:
-        drawn = list(_blocks(clients, rows, features, classes, seed))
-        x, y = np.concatenate([x for x, _ in drawn]), np.concatenate([y for _, y in drawn])
-    small = _small(clients, rows, features, test)
-    return Clients(x=x, y=y, classes=_names(classes), name="synthetic", **small)  # type: ignore[arg-type]
+        x, y = (np.concatenate(arrays) for arrays in zip(*_blocks(clients, rows, features, classes, seed), strict=True))
+    return Clients(x=x, y=y, classes=names, name="synthetic", **small)  # type: ignore[arg-type]
 
 
 def _blocks(clients: int, rows: int, features: int, classes: int | None, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -87,7 +85,3 @@ def _small(clients: int, rows: int, features: int, test: float) -> dict[str, np.
         "shift": np.zeros(1, np.float32),
         "scale": np.ones(1, np.float32),
     }
-
-
-def _names(classes: int | None) -> tuple[str, ...] | None:
-    return None if classes is None else tuple(map(str, range(classes)))

@@ -77,17 +77,13 @@ class Table:
         """The rows with a client each: by a partition if one is given, else the source's own."""
         if partition is None and self.client is not None:
             if clients is not None:
-                raise UserError(
-                    f"{name}: has clients of its own, so their number cannot be set to {clients}; leave it out or choose a "
-                    f"partition: {', '.join(FORMS.values())}"
-                )
+                advice = f"leave it out or choose a partition: {', '.join(FORMS.values())}"
+                raise UserError(f"{name}: has clients of its own, so their number cannot be set to {clients}; {advice}")
             return self
         chosen = partition or self.partition
         if chosen is None:
-            raise UserError(
-                f"{name}: nothing says which rows belong to which client; name the column with --client-column, or divide the "
-                f"rows with --partition: {', '.join(FORMS.values())}"
-            )
+            advice = f"name the column with --client-column, or divide the rows with --partition: {', '.join(FORMS.values())}"
+            raise UserError(f"{name}: nothing says which rows belong to which client; {advice}")
         N = self.clients if clients is None else clients
         client = assign(parse(chosen), self.y, self.is_test, N, seed, self.coarse)
         return dataclasses.replace(self, client=client, names=np.arange(N).astype(str), unseen=None)
@@ -100,11 +96,9 @@ def assign(
     if is_test is None:
         return partition(y, clients, seed, coarse)
     client = np.empty(len(y), np.int64)
-    client[~is_test] = partition(y[~is_test], clients, seed, coarse)
-    if y.dtype.kind == "f":
-        client[is_test] = iid(y[is_test], clients, seed)
-    else:
-        client[is_test] = follow(y[~is_test], client[~is_test], y[is_test], clients, seed)
+    own = client[~is_test] = partition(y[~is_test], clients, seed, coarse)
+    numeric = y.dtype.kind == "f"
+    client[is_test] = iid(y[is_test], clients, seed) if numeric else follow(y[~is_test], own, y[is_test], clients, seed)
     return client
 
 

@@ -19,10 +19,8 @@ class Unlabelled:
     def __init__(self, x: np.ndarray, name: str = "rows") -> None:
         self.x, self.name = np.asarray(x), name
         if self.x.ndim < 2 or not len(self.x) or self.x.dtype.kind not in "fiub":
-            raise UserError(
-                f"the unlabelled rows are {self.x.dtype}{list(self.x.shape)}, but they are numbers, at least one row, of the "
-                "shape that the clients' rows have; give an array of rows"
-            )
+            expected = "numbers, at least one row, of the shape that the clients' rows have; give an array of rows"
+            raise UserError(f"the unlabelled rows are {self.x.dtype}{list(self.x.shape)}, but they are {expected}")
 
     def __repr__(self) -> str:
         # The digest tells a run that is resumed whether these are the rows that it began with.

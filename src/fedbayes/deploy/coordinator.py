@@ -32,12 +32,9 @@ from fedbayes.results.folder import SCHEMA, Run, describe
 from fedbayes.results.loop import run_rounds
 
 log = logging.getLogger("fedbayes")
-PAUSE = 0.5
-"""Seconds between two looks at who can be reached."""
-GRACE = 10.0
-"""Seconds that the first round and the end wait for everyone, where fewer would do."""
-TRIES = 3
-"""How often a round is tried that has too few answers."""
+PAUSE = 0.5  # seconds between two looks at who can be reached
+GRACE = 10.0  # seconds that the first round and the end wait for everyone, where fewer would do
+TRIES = 3  # how often a round is tried that has too few answers
 
 
 class Request(NamedTuple):
@@ -89,15 +86,9 @@ class Coordinator:
         self.experiment, self.algorithm, self.folder = experiment, experiment.algorithm, Path(folder)
         self.state, self.round, self.local = experiment.server(), 0, Counted(experiment.sites)
         wire.check(wire.manifest(experiment.algorithm, experiment.example))
-        config = {
-            "algorithm": self.algorithm.title,
-            "options": describe(self.algorithm),
-            "experiment": experiment.fingerprint,
-            "rounds": experiment.rounds,
-            "sites": experiment.sites,
-            "seed": experiment.seed,
-        }
-        self.kept = Run(self.folder, config, resume=True)
+        self.about = {"algorithm": self.algorithm.title, "options": describe(self.algorithm), "seed": experiment.seed}
+        shape = {"experiment": experiment.fingerprint, "rounds": experiment.rounds, "sites": experiment.sites}
+        self.kept = Run(self.folder, self.about | shape, resume=True)
         self.history: list[dict[str, Any]] = self.kept.restore(self)
         self._post: Post | None = None
 
@@ -156,10 +147,9 @@ class Coordinator:
         least = min(self.experiment.minimum or len(cohort), len(cohort))
         present = self._present(post, cohort, least, 0.0 if self.round else GRACE)
         if len(present) < least:
-            raise TooFew(
-                f"round {round} needs {least} of sites {_list(cohort)}, but only {_list(present) or 'none'} can be reached; "
-                "start the others, or lower `minimum`"
-            )
+            needs = f"round {round} needs {least} of sites {_list(cohort)}"
+            there = _list(present) or "none"
+            raise TooFew(f"{needs}, but only {there} can be reached; start the others, or lower `minimum`")
         partial, stacks, answered = None, {}, []
         largest: dict[str, float] = {}  # bounds on the running sums
         for reply in post.ask(self._request("round", round, key, present), self.experiment.patience):
@@ -178,10 +168,8 @@ class Coordinator:
         if missing := sorted(set(cohort) - set(answered)):
             log.warning("round %d: sites %s are not counted", round, _list(missing))
         if partial is None or len(answered) < least:
-            raise TooFew(
-                f"round {round}: {len(answered)} of {len(cohort)} sites gave an answer that counts, but {least} are needed; "
-                "the state after the round before is kept"
-            )
+            counted = f"{len(answered)} of {len(cohort)} sites gave an answer that counts"
+            raise TooFew(f"round {round}: {counted}, but {least} are needed; the state after the round before is kept")
         stacked = steps.stack([stacks[number] for number in sorted(stacks)])
         state, metrics, fine = steps.close(self.algorithm, key, self.state, None, partial, stacked)
         if not bool(fine):
@@ -197,8 +185,7 @@ class Coordinator:
         key = keys.of_round(self.experiment.seed, self.round + 1)
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
         request = self._request("score", self.round, key, everyone)
-        networked = self.experiment.networked
-        modes = self.experiment.modes if networked else ()
+        modes = self.experiment.modes if self.experiment.networked else ()
         scores = {mode: no_scores(self.experiment.sites) for mode in modes}
         scored = []
         for reply in post.ask(request, self.experiment.patience):
@@ -214,16 +201,9 @@ class Coordinator:
             for mode, one in found.items():
                 for column, value in zip(scores[mode], one, strict=True):
                     column[reply.site] = value
-        result: dict[str, Any] = {
-            "schema": SCHEMA,
-            "algorithm": self.experiment.algorithm.title,
-            "options": describe(self.experiment.algorithm),
-            "rounds": self.round,
-            "seed": self.experiment.seed,
-            "sites": sorted(scored),
-            **self.local.commit(self.round),
-        }
-        if networked:
+        result = {"schema": SCHEMA, **self.about, "rounds": self.round, "sites": sorted(scored)}
+        result |= self.local.commit(self.round)
+        if self.experiment.networked:
             numeric = is_numeric(self.experiment.network.likelihood)
             result["metrics"] = {mode: {"participating": summary(Score(*one), numeric)} for mode, one in scores.items()}
         if scored or not (self.folder / "result.json").exists():
@@ -263,18 +243,19 @@ class Coordinator:
         if weight < 0 or (self.experiment.weight is not None and weight > self.experiment.weight):
             raise Refused(f"its weight is {weight:.4g}, below 0 or above what is allowed")
         if self.experiment.norm is not None:
-            norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in self._judged(up)))
+            # Not of its weight, which is a number of rows.
+            judged = jax.tree.leaves([getattr(up, field) for field in up._fields if field != "weight"])
+            norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in judged))
             if norm > self.experiment.norm:
                 raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
-        grown = {path: largest.get(path, 0.0) + weight_of(path, up) * peak(array) for path, array in reply.arrays.items()}
+        means = {field for field, kind in declared(type(up)).items() if kind is Reduce.MEAN}
+        grown = {}
         for path, array in reply.arrays.items():
+            share = float(getattr(up, "weight", 1.0)) if path.split("/")[0] in means else 1.0
+            grown[path] = largest.get(path, 0.0) + share * peak(array)
             if np.issubdtype(array.dtype, np.floating) and grown[path] > np.finfo(array.dtype).max:
                 raise Refused(f"with it the sum of {path} is too large for its numbers")
         return up, grown
-
-    def _judged(self, up: Any) -> list[Any]:
-        """The arrays of an upload whose norm is bounded: not its weight, which is a number of rows."""
-        return [leaf for field in up._fields if field != "weight" for leaf in jax.tree.leaves(getattr(up, field))]
 
 
 class Counted:
@@ -296,12 +277,6 @@ class Counted:
         """Take up what a checkpoint kept; without one, nobody has been counted."""
         if kept is not None:
             self.run, self.rounds = str(kept["run"]), {int(number): int(last) for number, last in kept["counted"].items()}
-
-
-def weight_of(path: str, up: Any) -> float:
-    """How much an upload's array counts in its sum."""
-    mean = declared(type(up))[path.split("/")[0]] is Reduce.MEAN
-    return float(getattr(up, "weight", 1.0)) if mean else 1.0
 
 
 def peak(array: np.ndarray) -> float:

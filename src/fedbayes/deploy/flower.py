@@ -15,7 +15,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,12 @@ from fedbayes.engine.compile_cache import keep_compiled
 from fedbayes.errors import UserError
 
 log = logging.getLogger("fedbayes")
-LARGE = 2**24
-"""Bytes of a message from which on memory is worth some time."""
-POLL = 0.1
-"""Seconds between two looks for answers."""
-M_MMAP_THRESHOLD = -3
-"""glibc's name for the size from which on an array has pages of its own."""
-M_ARENA_MAX = -8
-"""And for how many heaps its threads have."""
-GREETING = 120.0
-"""Seconds that a node has to say which site it is."""
-AGAIN = 60.0
-"""Seconds after which a node that was refused is asked again."""
+LARGE = 2**24  # bytes of a message from which on memory is worth some time
+POLL = 0.1  # seconds between two looks for answers
+M_MMAP_THRESHOLD = -3  # glibc's name for the size from which on an array has pages of its own
+M_ARENA_MAX = -8  # and for how many heaps its threads have
+GREETING = 120.0  # seconds that a node has to say which site it is
+AGAIN = 60.0  # seconds after which a node that was refused is asked again
 
 
 def server_app(experiment: Experiment) -> ServerApp:
@@ -100,10 +94,10 @@ def _settings(context: Context) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value not in (None, "")} | dict(context.node_config)
     for name in ("number", "state"):
         if name not in settings:
-            raise Told(
-                f"the site's settings lack {name}; start it with --node-config 'number=0 state=\"…\" …', or in Flower's "
-                "simulation the run with -c 'state=\"…\"'"
+            advice = (
+                "start it with --node-config 'number=0 state=\"…\" …', or in Flower's simulation the run with -c 'state=\"…\"'"
             )
+            raise Told(f"the site's settings lack {name}; {advice}")
     return settings
 
 
@@ -132,11 +126,8 @@ def _answered(message: Message, work: Any) -> Message:
     except Exception as problem:
         log.exception("the site cannot answer")
         facts, arrays = {"problem": f"the site cannot answer ({type(problem).__name__}); its own log says why"}, {}
-    return Message(_content({"version": __version__, **facts}, arrays), reply_to=message)
-
-
-def _content(facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> RecordDict:
-    return RecordDict({"facts": ConfigRecord(dict(facts)), **_records(dict(arrays))})
+    content = RecordDict({"facts": ConfigRecord({"version": __version__, **facts}), **_records(dict(arrays))})
+    return Message(content, reply_to=message)
 
 
 def _records(arrays: dict[str, Any]) -> dict[str, ConfigRecord]:

@@ -26,8 +26,7 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 """Nothing phones home, and tasks are looked for every tenth of a second."""
-START = 60.0
-"""Seconds that a process has to open its port."""
+START = 60.0  # seconds that a process has to open its port
 
 
 class Federation:
@@ -44,9 +43,8 @@ class Federation:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port = free_port()
         self.secrets, self.logs = self.folder / "certificates", self.folder / "logs"
-        path = (
-            f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # Flower starts its own commands by name
-        )
+        # Flower starts its own commands by name.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(self.folder / "flwr"), "PATH": path}
 
     def start(self) -> None:
@@ -111,15 +109,9 @@ class Federation:
     def spawn(self, name: str, given: Sequence[str]) -> subprocess.Popen[bytes]:
         """A process of its own group, whose output goes to its log."""
         with open(self.logs / f"{name}.log", "ab") as log:
-            process = subprocess.Popen(
-                [program(given[0]), *given[1:]],
-                env=self.environment,
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            words, where = [program(given[0]), *given[1:]], self.folder
+            process = subprocess.Popen(words, env=self.environment, cwd=where, start_new_session=True, **streams)
         self.processes[name] = process
         return process
 

@@ -11,6 +11,7 @@ forgotten, so an answer that was lost, or came too late, leaves no trace, and th
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import files
+from fedbayes import files, trees
 from fedbayes.data.layout import Layout
 from fedbayes.deploy.experiment import Experiment, SiteData
 from fedbayes.engine import keys
@@ -28,7 +29,6 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import adapted, scored
 from fedbayes.evaluation.score import Score
 from fedbayes.results.posterior import Posterior, RowSpec
-from fedbayes.trees import take_apart
 
 
 class Site:
@@ -46,38 +46,31 @@ class Site:
             raise UserError(f"this site has number {number}, but there are {experiment.sites}: numbers go from 0 on")
         self.experiment, self.number, self.data = experiment, number, data
         self.folder = Path(folder) / f"site{number}"
-        self.form, self.arrays = take_apart(data.train)
+        self.form, self.arrays = trees.take_apart(data.train)
 
     def train(self, run: str, round: int, counted: int, down: Any) -> Any:
         """The answer to a round's request; `counted` is the last of this site's rounds that the server counted, or 0."""
         with files.locked(self._folder(run), f"site {self.number}"):
-            return self._train(run, round, counted, down)
-
-    def _train(self, run: str, round: int, counted: int, down: Any) -> Any:
-        states = self._states(run, counted)
-        local = self._own(states)
-        key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
-        up, new, fine = steps.client(self.experiment.algorithm, self.form, key, down, local, self.arrays)
-        if not bool(fine):
-            raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
-        states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
-        states.sync()
-        return jax.device_get(up)
+            states = self._states(run, counted)
+            given = (self._key(round), down, self._own(states), self.arrays)
+            up, new, fine = steps.client(self.experiment.algorithm, self.form, *given)
+            if not bool(fine):
+                raise UserError(f"round {round}: the numbers of site {self.number} are not finite; nothing is sent or kept")
+            states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
+            states.sync()
+            return jax.device_get(up)
 
     def score(self, run: str, round: int, counted: int, down: Any) -> dict[str, Score]:
         """The site's test rows scored in each mode, as sums; the broadcast is kept for `personal`."""
         self.keep(run, round, counted, down)
         if self.data.test is None:
             return {}
-        states = self._states(run, counted, looking=True)
-        key = keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
-        own, fresh = self._own(states), self.experiment.local(self.data.train)
+        own, key, algorithm = self._own(self._states(run, counted, looking=True)), self._key(round), self.experiment.algorithm
         found = {}
         for mode in self.experiment.modes:
-            local = {"global": fresh, "personal": own}.get(mode)
-            if local is None:
-                local = _adapted(self.experiment.algorithm, key, down, own, self.data.train)
-            found[mode] = jax.device_get(_scored(self.experiment.algorithm, key, down, local, self.data.test))
+            local = self.experiment.local(self.data.train) if mode == "global" else own
+            local = _adapted(algorithm, key, down, own, self.data.train) if mode == "adapted" else local
+            found[mode] = jax.device_get(_scored(algorithm, key, down, local, self.data.test))
         return found
 
     def keep(self, run: str, round: int, counted: int, down: Any) -> None:
@@ -95,8 +88,7 @@ class Site:
         states = self._states(path.parent.name, told["counted"], looking=True)
         down, local = jax.tree.map(jnp.asarray, down), self._own(states)
         if adapted:
-            key = keys.fold(keys.of_round(self.experiment.seed, told["round"]), np.uint32(self.number))
-            local = _adapted(self.experiment.algorithm, key, down, local, self.data.train)
+            local = _adapted(self.experiment.algorithm, self._key(told["round"]), down, local, self.data.train)
         return down, local
 
     def posterior(self, *, adapted: bool = False) -> Posterior:
@@ -109,6 +101,9 @@ class Site:
         made = {"for": f"site {self.number}", "experiment": self.experiment.fingerprint}
         return Posterior(self.experiment.network, down, local, jax.random.key(self.experiment.seed), rows, made)
 
+    def _key(self, round: int) -> Any:
+        return keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))
+
     def _folder(self, run: str) -> Path:
         if not run.isalnum():
             raise UserError(f"the run is called {run!r}, but a run's name is letters and digits")
@@ -116,17 +111,14 @@ class Site:
 
     def _states(self, run: str, counted: int, *, looking: bool = False) -> States[Any]:
         """The site's states, at the round that the server counted last; if that one is not there, nothing else will do."""
-        if counted:  # it has a state of its own, so the first one's shapes will do
-            shapes = jax.eval_shape(lambda: self.experiment.local(self.data.train))
-            fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        else:
-            fresh = self.experiment.local(self.data.train)
-        states = States(fresh, 1, self._folder(run))
+        first = functools.partial(self.experiment.local, self.data.train)
+        # Where it has a state of its own, the first one's shapes will do.
+        states = States(trees.zeros(jax.eval_shape(first)) if counted else first(), 1, self._folder(run))
         if counted and not states.has(0, counted):
-            raise UserError(
-                f"the server counted round {counted} of site {self.number}, but {self._folder(run)} does not have the state "
-                "after it; give the site the folder that it had, or start the federation's run anew"
+            problem = (
+                f"the server counted round {counted} of site {self.number}, but {self._folder(run)} lacks the state after it"
             )
+            raise UserError(f"{problem}; give the site the folder that it had, or start the federation's run anew")
         states.rewind(counted, looking=looking)
         return states
 

@@ -22,14 +22,8 @@ def write_project(folder: Path, algorithm: str, sites: int, rounds: int) -> list
     if sites < 1 or rounds < 1:
         raise UserError(f"sites is {sites} and rounds {rounds}; both are at least 1")
     name = "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name.lower()).strip("-") or "federation"
-    values = {
-        "name": name,
-        "cls": cls.__name__,
-        "sites": sites,
-        "rounds": rounds,
-        "trains": any(field.name == "train" for field in dataclasses.fields(cls)),
-        "network": REGISTRY[algorithm].kind == "clients",
-    }
+    trains, network = any(field.name == "train" for field in dataclasses.fields(cls)), REGISTRY[algorithm].kind == "clients"
+    values = {"name": name, "cls": cls.__name__, "sites": sites, "rounds": rounds, "trains": trains, "network": network}
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "project")
     templates = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     texts = {path: templates.get_template(f"{Path(path).name}.jinja").render(values) for path in FILES}

@@ -11,10 +11,8 @@ from typing import Any
 from fedbayes import files
 from fedbayes.errors import UserError
 
-DAYS = 365
-"""How long a certificate is good for."""
-SECRET = 0o600
-"""The mode of a file that only its owner may read."""
+DAYS = 365  # how long a certificate is good for
+SECRET = 0o600  # the mode of a file that only its owner may read
 
 
 def make_certificates(folder: Path, hosts: Sequence[str] = ("localhost", "127.0.0.1"), days: int = DAYS) -> None:

@@ -28,12 +28,9 @@ from fedbayes.engine.local_state import States
 from fedbayes.engine.round import ADVICE, Diverged, Round
 from fedbayes.errors import UserError
 
-MEMORY = 512 * 2**20
-"""Bytes of rows and states that one compiled call may hold."""
-RESIDENT = 256 * 2**20
-"""Bytes of a data set up to which all its rows lie on the device for the whole run."""
-ONE_LENGTH = 32 * 2**20
-"""Bytes of a cohort's rows up to which all clients are padded to one length."""
+MEMORY = 512 * 2**20  # bytes of rows and states that one compiled call may hold
+RESIDENT = 256 * 2**20  # bytes of a data set up to which all its rows lie on the device for the whole run
+ONE_LENGTH = 32 * 2**20  # bytes of a cohort's rows up to which all clients are padded to one length
 CACHE = 2**18
 """Bytes of parameters that the clients of a vmapped group may hold together: what stays in a core's cache. See benchmarks/."""
 
@@ -115,7 +112,8 @@ class Simulation:
         self.fresh = jax.device_get(fresh_state(algorithm, local_key, data.shape, data.x.dtype, data.y.dtype))
         self.round = 0
         self.local: States[Any] = States(self.fresh, len(data), folder)
-        self.width = width or group_width(self.state, self.fresh)
+        # Many small networks fill a vector unit, large ones only leave the cache.
+        self.width = width or max(1, min(64, CACHE // max(1, trees.size(self.state) + trees.size(self.fresh))))
         self._memory = memory
         self._bucket_of = np.zeros(len(data), np.int8)
         for number, bucket in enumerate(self.buckets):
@@ -137,11 +135,10 @@ class Simulation:
 
     def step(self) -> Round:
         """Run one round. If it diverges, raise `Diverged` and stay at the round before."""
-        started = time.perf_counter()
-        round = self.round + 1
-        key = keys.of_round(self.seed, round)
-        down = self.down()
-        calls = self._calls(round)
+        started, round = time.perf_counter(), self.round + 1
+        key, down = keys.of_round(self.seed, round), self.down()
+        ahead, self._ahead = self._ahead, None
+        calls = ahead[1] if ahead is not None and ahead[0] == round else list(self._gather(self.chosen(round)))
         run = self._run_loop if self.backend == "loop" else self._run_vmap
         outcomes = [run(key, down, call, round) for call in calls]
         if self.backend == "vmap":
@@ -159,11 +156,6 @@ class Simulation:
         trace = {name: np.asarray(value)[None] for name, value in metrics.items()}
         return Round(round, ids, trace, time.perf_counter() - started)
 
-    def _calls(self, round: int) -> list[Call]:
-        ahead, self._ahead = self._ahead, None
-        calls = ahead[1] if ahead is not None and ahead[0] == round else self._gather(self.chosen(round))
-        return list(calls)
-
     def _gather(self, ids: np.ndarray) -> Iterator[Call]:
         """A cohort, bucket by bucket, in calls that fit the memory budget and always have the same shape."""
         for number, bucket in enumerate(self.buckets):
@@ -179,11 +171,9 @@ class Simulation:
     def call(self, ids: np.ndarray, slots: int, padding: Padding, part: Literal["train", "test"]) -> Call:
         """The training or test rows of some clients, for a compiled call."""
         starts, counts = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        all_counts = self.data.train_counts if part == "train" else self.data.test_counts
-        counts[: len(ids)] = all_counts[ids]
+        counts[: len(ids)] = (self.data.train_counts if part == "train" else self.data.test_counts)[ids]
         if self._resident is not None:
-            begin = self.data.offsets[ids] + (0 if part == "train" else self.data.train_counts[ids])
-            starts[: len(ids)] = begin
+            starts[: len(ids)] = self.data.offsets[ids] + (0 if part == "train" else self.data.train_counts[ids])
             return Call(ids, slots, padding, FlatRows(*self._resident, starts, counts))
         gather = self.data.train if part == "train" else self.data.test
         x, y, _ = gather(ids, padding.length, slots)
@@ -236,10 +226,8 @@ class Simulation:
         ids = np.concatenate(bad)
         if len(ids):
             names = ", ".join(str(name) for name in self.data.names[ids[:5]]) + (" …" if len(ids) > 5 else "")
-            raise Diverged(
-                f"round {round} diverged on {len(ids)} of {sum(len(call.ids) for call in calls)} clients ({names}); {ADVICE}, "
-                'or run with clients="loop" to see the step'
-            )
+            where = f"{len(ids)} of {sum(len(call.ids) for call in calls)} clients ({names})"
+            raise Diverged(f'round {round} diverged on {where}; {ADVICE}, or run with clients="loop" to see the step')
 
 
 class Call(NamedTuple):
@@ -260,11 +248,6 @@ def fresh_state(algorithm: AnyNetwork, key: PRNGKeyArray, shape: tuple[int, ...]
     """What every client starts from: `init_local` of one row, whatever the number of the client's own."""
     form, arrays = trees.take_apart(Data(jnp.zeros((1, *shape), x), jnp.zeros(1, y), jnp.ones(1, bool)))
     return steps.init_local(algorithm, form, key, arrays)
-
-
-def group_width(state: Any, local: Any) -> int:
-    """How many clients to run at once: many small networks fill a vector unit, large ones only leave the cache."""
-    return max(1, min(64, CACHE // max(1, trees.size(state) + trees.size(local))))
 
 
 def _restack(stacks: list[dict[str, Any]], ids: list[np.ndarray]) -> dict[str, Any]:

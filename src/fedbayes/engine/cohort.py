@@ -25,7 +25,7 @@ jit_inline = functools.partial(jax.jit, inline=True)
 
 
 class FlatRows(NamedTuple):
-    """FlatRows of many clients, one after the other; client i has `counts[i]` of them from `starts[i]` on."""
+    """Rows of many clients, one after the other; client i has `counts[i]` of them from `starts[i]` on."""
 
     x: Shaped[Array | np.ndarray, "rows ..."]
     y: Shaped[Array | np.ndarray, " rows"]
@@ -85,12 +85,8 @@ def run_cohort(
         place = number * width
         ups, new, fine = each(one, width)(*slice_of(arguments, place, width))
         present = (place + jnp.arange(width) < count).astype(jnp.float32)
-        return CohortResult(
-            reduce.add(done.partial, ups, present),
-            put_back(done.stacks, reduce.stacked(ups), place),
-            put_back(done.local, new, place),
-            put_back(done.fine, fine, place),
-        )
+        whole = put_back((done.stacks, done.local, done.fine), (reduce.stacked(ups), new, fine), place)
+        return CohortResult(reduce.add(done.partial, ups, present), *whole)
 
     return jax.lax.fori_loop(0, (count + width - 1) // width, group, start)
 

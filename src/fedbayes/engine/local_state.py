@@ -90,9 +90,7 @@ class States(Generic[Local]):
                 if round := self._rounds[client, slot]:
                     record = os.pread(self._states.fileno(), self._record, self._offset(client, slot))
                     if len(record) != self._record or record[self._size :] != _crc(client, round, record[: self._size]):
-                        raise UserError(
-                            f"the state of client number {client} is damaged or missing; --force starts the run over"
-                        )
+                        raise UserError(f"the state of client {client} is damaged or missing; --force starts the run over")
                     start = 0
                     for array, leaf in zip(stacked, self._leaves, strict=True):
                         array[place] = np.frombuffer(record, leaf.dtype, leaf.size, start).reshape(leaf.shape)

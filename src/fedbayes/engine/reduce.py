@@ -27,10 +27,8 @@ class Partial(NamedTuple):
 def empty(up: Any) -> Partial:
     """The sum of no uploads; `up` is one upload or its shapes."""
     kinds = declared(type(up))
-    for field, kind in kinds.items():
-        if kind is Reduce.MEAN and any(
-            not jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(getattr(up, field))
-        ):
+    for field in (field for field, kind in kinds.items() if kind is Reduce.MEAN):
+        if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(getattr(up, field))):
             raise TypeError(f"{type(up).__qualname__}.{field} is declared Mean but holds whole numbers; make them floats")
     sums = {field: trees.zeros(getattr(up, field)) for field, kind in kinds.items() if kind is not Reduce.STACK}
     return Partial(sums, jnp.float32(0))

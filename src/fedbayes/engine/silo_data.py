@@ -17,8 +17,7 @@ from fedbayes.models.structured import encode
 from fedbayes.trees import Form, put_together, take_apart
 from fedbayes.wire import provenance
 
-Part = tuple[Form, tuple[Array, ...]]
-"""One silo's data."""
+Part = tuple[Form, tuple[Array, ...]]  # one silo's data
 
 
 class Group(NamedTuple):
@@ -61,10 +60,8 @@ def plan(algorithm: AnyStructured, silos: Mapping[str, Any], rounds: int) -> Any
         for theta, shape in thetas.items():
             where, known = first.setdefault(theta, (name, shape))
             if known != shape:
-                raise UserError(
-                    f"the parameter {theta} has shape {known} in silo {where!r} and {shape} in silo {name!r}, but it is "
-                    "shared; make its shape the same for all"
-                )
+                shapes = f"{known} in silo {where!r} and {shape} in silo {name!r}"
+                raise UserError(f"the parameter {theta} has shape {shapes}, but it is shared; make its shape the same for all")
         if missing := [theta for theta in first if theta not in thetas]:
             raise UserError(f"the parameter {missing[0]} is not in silo {name!r}; name it in population, which all silos share")
         if new := [theta for theta in thetas if first[theta][0] == name != str(next(iter(silos)))]:
@@ -84,9 +81,8 @@ def _theta(algorithm: AnyStructured, form: Form, arrays: tuple[Array, ...]) -> d
     shapes = jax.eval_shape(start, arrays)
     for path, flow in zip(trees.named(shapes), provenance.trace(start, {"data": arrays}), strict=True):
         if flow.depends:
-            raise UserError(
-                f"the parameter {path} starts from the silo's data, which would reach every silo; start it from a constant"
-            )
+            advice = "start it from a constant"
+            raise UserError(f"the parameter {path} starts from the silo's data, which would reach every silo; {advice}")
     return jax.tree.map(jnp.shape, shapes)
 
 

@@ -26,10 +26,9 @@ from fedbayes.engine.silo_data import grouped, naming_silo, read, stacked
 from fedbayes.errors import UserError
 from fedbayes.trees import Form, finite, put_together
 
-STRETCH = 1000
-"""Most rounds in one compiled call."""
-CALL = 0.5
-"""Seconds that a call should take, so that a progress bar moves and Ctrl-C is heard."""
+STRETCH = 1000  # most rounds in one compiled call
+ADVICE = "try a smaller lr or a smaller start"
+CALL = 0.5  # seconds that a call should take, so that a progress bar moves and Ctrl-C is heard
 
 
 class SiloSimulation:
@@ -136,8 +135,7 @@ class SiloSimulation:
                 self.state, self.states, _ = run(good)
                 self.round += good
             where = f"in round {self.round + 1}" if not fine.all() else f"within {count} rounds after round {self.round}"
-            advice = "try a smaller lr or a smaller start, or loop=True to see the silo"
-            raise Diverged(f"the bound is not finite {where}; {advice}")
+            raise Diverged(f"the bound is not finite {where}; {ADVICE}, or loop=True to see the silo")
         self.state, self.states = state, states
         return trace
 
@@ -148,9 +146,8 @@ class SiloSimulation:
         partial, stacks, after = None, [], {}
         for place in self.chosen(round):
             name, (form, arrays) = self.names[place], self.parts[place]
-            up, after[name], fine = steps.client(
-                self.algorithm, form, keys.fold(key, np.uint32(place)), down, self.own(name), arrays
-            )
+            given = (keys.fold(key, np.uint32(place)), down, self.own(name), arrays)
+            up, after[name], fine = steps.client(self.algorithm, form, *given)
             if not bool(fine):
                 raise Diverged(f"round {round}, silo {name!r}: its numbers are not finite; try a smaller lr")
             partial = steps.accumulate(reduce.empty(up) if partial is None else partial, up)
@@ -158,7 +155,7 @@ class SiloSimulation:
         assert partial is not None
         state, metrics, fine = steps.close(self.algorithm, key, self.state, down, partial, steps.stack(stacks))
         if not bool(fine):
-            raise Diverged(f"the bound is not finite in round {round}; try a smaller lr or a smaller start")
+            raise Diverged(f"the bound is not finite in round {round}; {ADVICE}")
         self.state = state
         for name, own in after.items():
             self.put(name, own)
@@ -192,10 +189,9 @@ class SiloStates:
         for number, store in enumerate(self._stores):
             store.restore(round, None if kept is None else kept[number])
         if round:
-            places = [np.arange(len(group.places)) for group in self._simulation.groups]
-            self._simulation.states = [
-                jax.tree.map(jnp.asarray, store.get(ids)) for store, ids in zip(self._stores, places, strict=True)
-            ]
+            pairs = zip(self._stores, self._simulation.groups, strict=True)
+            states = [store.get(np.arange(len(group.places))) for store, group in pairs]
+            self._simulation.states = jax.tree.map(jnp.asarray, states)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -214,9 +210,8 @@ def _stretch(
     # All keys at once: in a loop their derivation would take as long as a small model's step.
     roles = [keys.BROADCAST, keys.SERVER, *range(sum(len(places) for _, places in layout))]
     fold = jax.vmap(jax.vmap(keys.fold, in_axes=(None, 0)), in_axes=(0, None))
-    all_keys = fold(
-        jax.vmap(lambda number: keys.fold(seed, start + 1 + number))(jnp.arange(STRETCH)), jnp.asarray(roles, jnp.uint32)
-    )
+    rounds = jax.vmap(lambda number: keys.fold(seed, start + 1 + number))(jnp.arange(STRETCH))
+    all_keys = fold(rounds, jnp.asarray(roles, jnp.uint32))
 
     # A silo alone in its group goes without the group's axis, which would cost copies.
     alone = [len(places) == 1 for _, places in layout]

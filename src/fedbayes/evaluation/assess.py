@@ -27,12 +27,9 @@ from fedbayes.models.predictive import is_numeric
 from fedbayes.sheets import html
 
 MODES = ("global", "personal", "adapted")
-BLOCK = 128
-"""Test rows that are predicted at once."""
-DRAWS = 2**24
-"""Bytes of posterior draws that a vmapped group may hold."""
-CHUNK = 256
-"""Clients in one compiled call."""
+BLOCK = 128  # test rows that are predicted at once
+DRAWS = 2**24  # bytes of posterior draws that a vmapped group may hold
+CHUNK = 256  # clients in one compiled call
 
 
 class Evaluation(NamedTuple):
@@ -72,10 +69,9 @@ class Evaluation(NamedTuple):
         """mode → participating or unseen → figure → rows, clients, spread, worst_tenth."""
         found: dict[str, dict[str, Any]] = {}
         for mode, scores in self.scores.items():
-            found[mode] = {}
-            for group, members in (("participating", ~self.unseen), ("unseen", self.unseen)):
-                if figures := summary(Score(*(value[members] for value in scores)), self.numeric):
-                    found[mode][group] = figures
+            groups = (("participating", ~self.unseen), ("unseen", self.unseen))
+            each = {group: summary(Score(*(one[members] for one in scores)), self.numeric) for group, members in groups}
+            found[mode] = {group: figures for group, figures in each.items() if figures}
         return found
 
 

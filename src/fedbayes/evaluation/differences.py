@@ -14,6 +14,7 @@ for both is never narrower than one of the others: with two or three seeds Satte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,8 +59,11 @@ class Difference(NamedTuple):
 
     def interval(self, unit: str = "both") -> Interval | None:
         """That of a unit; for `both`, where there is none, that of seeds, else that of clients."""
-        order = (unit,) if unit != "both" else ("both", "seeds", "clients")
-        return next((found for name in order if (found := self.intervals[name]) is not None), None)
+        return next((found for name in _order(unit) if (found := self.intervals[name]) is not None), None)
+
+
+def _order(unit: str) -> tuple[str, ...]:
+    return (unit,) if unit != "both" else ("both", "seeds", "clients")
 
 
 def intervals(differences: np.ndarray, crossed: bool = True, level: float = LEVEL) -> dict[str, Interval | None]:
@@ -174,12 +178,10 @@ def winners(runs: Mapping[str, Mapping[int, Evaluation]], crossed: bool, unit: s
                         place = means.setdefault((mode, group, figure), {})
                         place[method] = place.get(method, 0.0) + forms["rows"] / len(seeds)
     pairs = {}
-    for one in runs:
-        for other in runs:
-            if one != other:
-                for each in differences(one, runs[one], other, runs[other], crossed):
-                    if each.form == "rows":
-                        pairs[one, other, each.mode, each.group, each.figure] = each.interval(unit)
+    for one, other in itertools.permutations(runs, 2):
+        for each in differences(one, runs[one], other, runs[other], crossed):
+            if each.form == "rows":
+                pairs[one, other, each.mode, each.group, each.figure] = each.interval(unit)
     found = set()
     for (mode, group, figure), values in means.items():
         name = best(figure, values)
@@ -212,17 +214,11 @@ def difference_sheet(found: Sequence[Difference], unit: str, numeric: bool) -> S
                 cells.append(Cell(difference_cell(one, unit), interval is not None and interval.excludes_zero))
             rows.append(cells)
         sections.append(rows)
-    used = _used(found, unit)
+    used = next((name for name in _order(unit) if any(one.intervals[name] is not None for one in found)), None)
     said = f"{SAID[used]}; bold where it excludes zero" if used else f"there are too few {unit} for an interval"
     headings = ["method", "mode", "clients", *(TITLES[name] for name in shown)]
     baseline = next(iter(found)).baseline
     return Sheet(f"difference from {baseline}", f"over all test rows; {said}", headings, sections)
-
-
-def _used(found: Sequence[Difference], unit: str) -> str | None:
-    """The unit whose intervals are shown."""
-    order = (unit,) if unit != "both" else ("both", "seeds", "clients")
-    return next((name for name in order if any(one.intervals[name] is not None for one in found)), None)
 
 
 def difference_cell(one: Difference, unit: str) -> str:

@@ -35,8 +35,7 @@ from fedbayes.errors import UserError
 from fedbayes.models.predictive import is_numeric, predictive, probabilities
 from fedbayes.primitives.training import masked_mean
 
-SAMPLING = 0.01
-"""Share of δ for the estimate of R̂(q)."""
+SAMPLING = 0.01  # share of δ for the estimate of R̂(q)
 
 
 class Certificate(NamedTuple):
@@ -91,10 +90,8 @@ def certify(simulation: Simulation, client: str, *, delta: float = 0.05, draws: 
     place = data.index(client)
     check_certifiable(simulation.algorithm, down)
     if not data.unseen[place]:
-        raise UserError(
-            f"client {client!r} took part in training, so the shared model depends on its rows; choose "
-            "one that was held out (hold_out=…)"
-        )
+        advice = "choose one that was held out (hold_out=…)"
+        raise UserError(f"client {client!r} took part in training, so the shared model depends on its rows; {advice}")
     count = int(data.train_counts[place])
     padded = 1 << max(count - 1, 0).bit_length()  # so that clients of like size share a compiled program
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([place], padded))

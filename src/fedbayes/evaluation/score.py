@@ -22,8 +22,7 @@ from fedbayes.algorithm import Data
 from fedbayes.models import Likelihood
 from fedbayes.models.predictive import distribution_function, is_numeric, moments, probabilities, uncertainty
 
-BINS = 15
-"""Of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target."""
+BINS = 15  # of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target
 
 
 class Score(NamedTuple):
@@ -40,8 +39,7 @@ class Score(NamedTuple):
     bin_hits: Float[Array | np.ndarray, "*clients bins"]
 
 
-SHAPES = ((),) * 6 + ((BINS,),) * 3
-"""Of the fields of one client's `Score`."""
+SHAPES = ((),) * 6 + ((BINS,),) * 3  # of the fields of one client's `Score`
 
 
 def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array, " n"], mask: Bool[Array, " n"]) -> Score:
@@ -58,21 +56,10 @@ def score(likelihood: Likelihood, draws: Float[Array, "s n k"], y: Shaped[Array,
     error, brier, total, epistemic, place, confidence, hits = function(likelihood, draws, y)
     weight = mask.astype(jnp.float32)
 
-    def add(values: Float[Array, " n"]) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(mask, values, 0.0))
-
+    sums = (jnp.sum(jnp.where(mask, values, 0.0)) for values in (error, log_score, brier, total, epistemic))
     chosen = jax.nn.one_hot(place, BINS) * weight[:, None]
-    return Score(
-        jnp.sum(weight),
-        add(error),
-        add(log_score),
-        add(brier),
-        add(total),
-        add(epistemic),
-        jnp.sum(chosen, axis=0),
-        jnp.sum(chosen * confidence[:, None], axis=0),
-        jnp.sum(chosen * hits[:, None], axis=0),
-    )
+    bins = (jnp.sum(part, axis=0) for part in (chosen, chosen * confidence[:, None], chosen * hits[:, None]))
+    return Score(jnp.sum(weight), *sums, *bins)
 
 
 def _labels(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...]:
@@ -115,27 +102,15 @@ def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:
         mean = {name: getattr(score, name) / score.rows for name in ("error", "log_score", "brier", "total", "epistemic")}
         share = score.bin_rows / score.rows[..., None]
         if numeric:
-            levels = np.arange(1, BINS) / BINS
-            gaps = np.abs(np.cumsum(share, axis=-1)[..., :-1] - levels)
-            return {
-                "rmse": np.sqrt(mean["error"]),
-                "log_score": mean["log_score"],
-                "crps": mean["brier"],
-                "calibration_error": gaps.mean(axis=-1),
-                "variance": mean["total"],
-                "epistemic_variance": mean["epistemic"],
-            }
+            gaps = np.abs(np.cumsum(share, axis=-1)[..., :-1] - np.arange(1, BINS) / BINS)
+            found = {"rmse": np.sqrt(mean["error"]), "log_score": mean["log_score"], "crps": mean["brier"]}
+            found |= {"calibration_error": gaps.mean(axis=-1), "variance": mean["total"]}
+            return found | {"epistemic_variance": mean["epistemic"]}
         filled = score.bin_rows > 0
         gaps = np.where(filled, np.abs(score.bin_hits - score.bin_confidence) / np.where(filled, score.bin_rows, 1), 0)
-        return {
-            "accuracy": 1 - mean["error"],
-            "log_score": mean["log_score"],
-            "brier": mean["brier"],
-            "ece": np.where(score.rows > 0, np.sum(share * gaps, axis=-1), np.nan),
-            "mce": np.where(score.rows > 0, gaps.max(axis=-1), np.nan),
-            "entropy": mean["total"],
-            "mutual_information": mean["epistemic"],
-        }
+        ece, mce = (np.where(score.rows > 0, gap, np.nan) for gap in (np.sum(share * gaps, axis=-1), gaps.max(axis=-1)))
+        found = {"accuracy": 1 - mean["error"], "log_score": mean["log_score"], "brier": mean["brier"], "ece": ece, "mce": mce}
+        return found | {"entropy": mean["total"], "mutual_information": mean["epistemic"]}
 
 
 def pooled(scores: Score, members: np.ndarray | None = None) -> Score:

@@ -11,14 +11,8 @@ from fedbayes.evaluation.score import SHOWN, about_numbers
 from fedbayes.sheets import Cell, Sheet
 
 PERCENT = {"accuracy", "ece", "mce"}
-TITLES = {
-    "accuracy": "accuracy %",
-    "ece": "ECE %",
-    "mce": "MCE %",
-    "log_score": "log score",
-    "rmse": "RMSE",
-    "calibration_error": "calibration error",
-}
+TITLES = {"accuracy": "accuracy %", "ece": "ECE %", "mce": "MCE %", "log_score": "log score", "rmse": "RMSE"}
+TITLES["calibration_error"] = "calibration error"
 
 
 def figures(

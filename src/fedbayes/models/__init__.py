@@ -7,24 +7,7 @@ from fedbayes.models.networks import cnn, linear, mlp, mobilenet, network
 from fedbayes.models.targets import in_units
 
 __all__ = [
-    "Bernoulli",
-    "Categorical",
-    "Likelihood",
-    "Model",
-    "Network",
-    "Normal",
-    "Poisson",
-    "cnn",
-    "conv2d",
-    "depthwise_conv2d",
-    "from_equinox",
-    "from_flax",
-    "from_functions",
-    "in_units",
-    "linear",
-    "max_pool",
-    "mlp",
-    "mobilenet",
-    "network",
+    "Bernoulli", "Categorical", "Likelihood", "Model", "Network", "Normal", "Poisson", "cnn", "conv2d", "depthwise_conv2d",
+    "from_equinox", "from_flax", "from_functions", "in_units", "linear", "max_pool", "mlp", "mobilenet", "network",
     "with_learned_scale",
-]
+]  # fmt: skip

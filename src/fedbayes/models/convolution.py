@@ -96,10 +96,8 @@ def _pad(x: Float[Array, "n h w c"], kh: int, kw: int, stride: int, padding: Pad
 
 def _windows(x: Float[Array, "n H W c"], kh: int, kw: int, stride: int) -> list[Float[Array, "n p q c"]]:
     """For each place in the kernel, the elements of x that it meets."""
-    p, q = (x.shape[1] - kh) // stride + 1, (x.shape[2] - kw) // stride + 1
-    return [
-        x[:, a : a + (p - 1) * stride + 1 : stride, b : b + (q - 1) * stride + 1 : stride] for a in range(kh) for b in range(kw)
-    ]
+    h, w = (x.shape[1] - kh) // stride * stride + 1, (x.shape[2] - kw) // stride * stride + 1
+    return [x[:, a : a + h : stride, b : b + w : stride] for a in range(kh) for b in range(kw)]
 
 
 # Winograd's minimal filtering F(4 × 4, 3 × 3), after Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, 2016.
@@ -187,9 +185,8 @@ def _combine(matrix: NDArray[np.number], parts: Sequence[Array], axis: int = 0) 
     """sum_j matrix[i, j] parts[j] for each i, stacked on a new axis; no matrix product, as most entries are 0 or ±1."""
     sums = []
     for row in matrix:
-        terms = [
-            part if w == 1 else -part if w == -1 else float(w) * part for w, part in zip(row, parts, strict=True) if w != 0
-        ]
+        used = [(w, part) for w, part in zip(row, parts, strict=True) if w != 0]
+        terms = [part if w == 1 else -part if w == -1 else float(w) * part for w, part in used]
         sums.append(sum(terms[1:], terms[0]))
     return jax.lax.optimization_barrier(jnp.stack(sums, axis=axis))
 

@@ -118,9 +118,8 @@ def from_flax(
         return from_functions(*_linen(factory, shape), likelihood, shape=shape, shift=shift, scale=scale, name=name)
     if isinstance(factory, nnx.Module):
         kind = type(factory).__name__
-        raise UserError(
-            f"from_flax got the module {kind}, but it takes a function that makes one: lambda rngs: {kind}(…, rngs=rngs)"
-        )
+        advice = f"it takes a function that makes one: lambda rngs: {kind}(…, rngs=rngs)"
+        raise UserError(f"from_flax got the module {kind}, but {advice}")
     module = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
 
     def init(key: PRNGKeyArray) -> Params:
@@ -136,9 +135,7 @@ def from_flax(
 def _linen(module: Any, shape: tuple[int, ...] | None) -> tuple[Callable[[PRNGKeyArray], Params], Apply]:
     """A linen module as two functions; it finds its sizes from a row."""
     if shape is None:
-        raise UserError(
-            "a linen module finds its sizes from a row, but shape is missing; give that of one row, as clients.shape"
-        )
+        raise UserError("a linen module reads its sizes off a row, but shape is missing; give that of one row: clients.shape")
 
     def init(key: PRNGKeyArray) -> Params:
         variables = module.init(key, jnp.zeros((1, *shape)))
@@ -150,10 +147,8 @@ def _linen(module: Any, shape: tuple[int, ...] | None) -> tuple[Callable[[PRNGKe
 
 
 def _stateful(kept: str) -> UserError:
-    return UserError(
-        f"the Flax module keeps {kept}, but a model is a pure function of its parameters; "
-        "use group or layer in place of batch normalisation, and leave out dropout"
-    )
+    advice = "use group or layer in place of batch normalisation, and leave out dropout"
+    return UserError(f"the Flax module keeps {kept}, but a model is a pure function of its parameters; {advice}")
 
 
 def _pure(module: nnx.Module, at: tuple[str, ...] = ()) -> Apply:
@@ -195,11 +190,13 @@ def from_equinox(
     import equinox
 
     example = factory(jax.random.key(0))
-    if any(isinstance(leaf, equinox.nn.StateIndex) for leaf in jax.tree.leaves(example, is_leaf=_is_state_index)):
-        raise UserError(
-            "the Equinox module keeps running state, but a model is a pure function of its parameters; "
-            "use equinox.nn.GroupNorm or LayerNorm in place of BatchNorm"
-        )
+
+    def stateful(leaf: Any) -> bool:
+        return isinstance(leaf, equinox.nn.StateIndex)
+
+    if any(map(stateful, jax.tree.leaves(example, is_leaf=stateful))):
+        advice = "use equinox.nn.GroupNorm or LayerNorm in place of BatchNorm"
+        raise UserError(f"the Equinox module keeps running state, but a model is a pure function of its parameters; {advice}")
     parameters, static = equinox.partition(example, equinox.is_inexact_array)
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     paths = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path, _ in leaves]
@@ -253,10 +250,8 @@ def from_functions(
         x = jax.ShapeDtypeStruct((rows, *shape), jnp.float32)
         found = jax.eval_shape(model.apply, abstract, x).shape
         if found != (rows, likelihood.outputs):
-            raise UserError(
-                f"{rows} rows of shape {shape} through the model {name} give {found}, but {likelihood} needs "
-                f"{(rows, likelihood.outputs)}: {likelihood.outputs} numbers per row; change the last layer"
-            )
+            needs = f"{likelihood} needs {(rows, likelihood.outputs)}: {likelihood.outputs} numbers per row"
+            raise UserError(f"{rows} rows of shape {shape} through {name} give {found}, but {needs}; change the last layer")
     return model
 
 
@@ -307,9 +302,8 @@ def _standardised(apply: Apply, shift: Any, scale: Any) -> Apply:
             # Broadcast by JAX and not by NumPy, which would put an array as large as the batch into the compiled code.
             shifts, scales = (jnp.broadcast_to(jnp.asarray(value), x.shape) for value in (shift, scale))
         except ValueError:
-            raise UserError(
-                f"rows have shape {x.shape[1:]}, which shift {shift.shape} and scale {scale.shape} do not fit"
-            ) from None
+            own = f"shift {shift.shape} and scale {scale.shape}"
+            raise UserError(f"rows have shape {x.shape[1:]}, which {own} do not fit") from None
         return apply(params, (x.astype(jnp.float32) - shifts) / scales)
 
     return standardised
@@ -326,13 +320,4 @@ def _nested(flat: dict[tuple[Any, ...], Array]) -> Params:
 
 
 def _at(params: Params, path: tuple[Any, ...]) -> Any:
-    value: Any = params
-    for part in path:
-        value = value[str(part)]
-    return value
-
-
-def _is_state_index(leaf: Any) -> bool:
-    import equinox
-
-    return isinstance(leaf, equinox.nn.StateIndex)
+    return functools.reduce(lambda value, part: value[str(part)], path, params)

@@ -168,16 +168,12 @@ def network(name: str, clients: Any, likelihood: Likelihood | str | None = None,
             raise UserError(f"the target is labels, but {likelihood} is for numbers; load it with task counts or regression")
     shape = tuple(int(size) for size in clients.shape)
     model = NETWORKS[name](shape, likelihood, shift=clients.shift, scale=clients.scale, **options)
-    if classes is not None:
-        return model
-    return in_units(model, *clients.target_moments())
+    return model if classes is not None else in_units(model, *clients.target_moments())
 
 
 class _Dense(nnx.Module):
     def __init__(self, widths: tuple[int, ...], activation: Callable[[Array], Array], init: Init, rngs: nnx.Rngs):
-        self.activation = activation
-        self.inputs = widths[0]
-        self.depth = len(widths) - 1
+        self.activation, self.inputs, self.depth = activation, widths[0], len(widths) - 1
         for i in range(self.depth):
             setattr(self, f"dense{i}", _linear(widths[i], widths[i + 1], init, rngs))
 
@@ -192,9 +188,7 @@ class _Convolutional(nnx.Module):
     def __init__(
         self, image: tuple[int, int, int], channels: tuple[int, ...], widths: tuple[int, ...], init: Init, rngs: nnx.Rngs
     ):
-        self.image = image
-        self.inputs = widths[0]
-        self.depths = (len(channels), len(widths) - 1)
+        self.image, self.inputs, self.depths = image, widths[0], (len(channels), len(widths) - 1)
         for i, (c, d) in enumerate(zip((image[2], *channels), channels, strict=False)):
             setattr(self, f"conv{i}", _Convolution(c, d, init, rngs))
         for i in range(self.depths[1]):
@@ -298,10 +292,8 @@ def _initialisers(init: Init, inputs: int) -> tuple[Callable[..., Array], Callab
 
 
 def _image(shape: tuple[int, ...], name: str) -> tuple[int, int, int]:
-    if len(shape) == 2:
-        return shape[0], shape[1], 1
-    if len(shape) == 3:
-        return shape[0], shape[1], shape[2]
-    raise UserError(
-        f"{name} needs images, rows of shape (height, width) or (height, width, channels), but rows have shape {shape}; use mlp"
-    )
+    if len(shape) not in (2, 3):
+        needs = "images, rows of shape (height, width) or (height, width, channels)"
+        raise UserError(f"{name} needs {needs}, but rows have shape {shape}; use mlp")
+    h, w, c = (*shape, 1)[:3]
+    return h, w, c

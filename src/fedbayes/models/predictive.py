@@ -91,9 +91,8 @@ def quantile(likelihood: Likelihood, draws: Float[Array, "s n k"], level: float)
         low, high = ends
         middle = (low + high) / 2
         y = jnp.floor(middle) if counts else middle
-        share = jnp.mean(
-            distribution_function(likelihood, draws, jnp.maximum(y, 0.0)[None] if counts else y[None], 0.0), axis=0
-        )
+        there = jnp.maximum(y, 0.0) if counts else y
+        share = jnp.mean(distribution_function(likelihood, draws, there[None], 0.0), axis=0)
         less = (share < level) | ((y < 0) & counts)
         return jnp.where(less, middle, low), jnp.where(less, high, middle)
 

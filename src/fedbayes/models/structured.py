@@ -71,10 +71,8 @@ class Structured:
             raise UserError("population and silo are functions: population() and silo(population, data)")
         parameters = inspect.signature(self.population).parameters.values()
         if needed := [one.name for one in parameters if one.default is one.empty and one.kind not in _ANY_NUMBER]:
-            raise UserError(
-                f"population takes {', '.join(needed)}, but it must not read data: "
-                "what depends on a silo's data belongs in silo(population, data)"
-            )
+            advice = "what depends on a silo's data belongs in silo(population, data)"
+            raise UserError(f"population takes {', '.join(needed)}, but it must not read data: {advice}")
 
     def global_latents(self) -> list[Latent]:
         """The latents of the population, in the order in which they are sampled; a plate has no meaning for them."""
@@ -103,9 +101,8 @@ class Structured:
 
         def find() -> dict[str, Plate]:
             sites = self._of_silo(data)
-            return {
-                plate.name: plate for site in sites.values() if site["type"] == "sample" for plate in [plate_of(sites, site)]
-            }
+            found = (plate_of(sites, site) for site in sites.values() if site["type"] == "sample")
+            return {plate.name: plate for plate in found}
 
         return _remember(self, "plates", data, find)
 

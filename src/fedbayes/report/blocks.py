@@ -129,13 +129,8 @@ def _tag(match: re.Match[str]) -> str:
 
 def page(title: str, subtitle: str, sections: Sequence[Section], version: str) -> str:
     """The page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedbayes", "report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader, strict = jinja2.PackageLoader("fedbayes", "report"), jinja2.StrictUndefined
+    environment = jinja2.Environment(loader=loader, undefined=strict, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("page.html").render(title=title, subtitle=subtitle, sections=sections, version=version)
     return _own_names(text)
 

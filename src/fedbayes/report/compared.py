@@ -18,7 +18,7 @@ from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, dra
 from fedbayes.report.format import TITLES, distinct, flat, number, scaled, size
 from fedbayes.report.records import GROUPS, Record
 from fedbayes.report.sections import evaluation_curves, traffic
-from fedbayes.sheets import WORDS, Cell
+from fedbayes.sheets import WORDS
 
 SAME = ("algorithm", "options", "rounds", "cohort", "in_turn", "dropout", "network", "file", "model", "start")
 """What runs of one method have in common; their seeds differ, and how often they were evaluated does not matter."""
@@ -92,18 +92,14 @@ def overview(records: Sequence[Record], sets: int) -> Section:
     """Which runs the page is about, and what is wrong with them."""
     blocks: list[Any] = [Prose(f"{record.folder}: {note}", warning=True) for record in records for note in record.notes]
     if len({record.structured for record in records}) > 1:
-        blocks.append(
-            Prose("Models over silos and networks over clients have no figure in common; each has its own part.", True)
-        )
+        said = "Models over silos and networks over clients have no figure in common; each has its own part."
+        blocks.append(Prose(said, True))
     elif sets > 1:
-        blocks.append(
-            Prose(f"The runs are on {sets} different data sets, so each has its own part and no table mixes them.", True)
-        )
-    head = ("run", "algorithm", "data", "state", "seed", "rounds")
-    rows = [
-        [str(one.folder), one.algorithm, one.data_name, one.state, str(one.config.get("seed")), str(one.rounds)]
-        for one in records
-    ]
+        said = f"The runs are on {sets} different data sets, so each has its own part and no table mixes them."
+        blocks.append(Prose(said, True))
+    head, rows = ("run", "algorithm", "data", "state", "seed", "rounds"), []
+    for one in records:
+        rows.append([str(one.folder), one.algorithm, one.data_name, one.state, str(one.config.get("seed")), str(one.rounds)])
     blocks.append(Table(head, rows, f"{len(records)} runs; fedbayes report RUN gives the page of one", 4))
     return Section("Runs", blocks)
 
@@ -115,18 +111,13 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
         parts = structured.side_by_side(records, _labels(records))
         return [part._replace(title=part.title + where) for part in parts]
     found, numeric = methods(records, varied), any(one.numeric for one in records)  # a run without figures is not known to be
-    done = [
-        Method(label, finished)
-        for label, members in found
-        if (finished := [one for one in members if one.figures and one.result])
-    ]
-    sections = []
+    done = [Method(label, [one for one in members if one.figures and one.result]) for label, members in found]
+    done, sections = [method for method in done if method.records], []
     if done:
         blocks = [*_results(done, numeric, varied), *_differences(done, numeric, varied)]
         sections.append(Section(f"Results{where}", blocks))
     sections.append(Section(f"Learning curves{where}", _curves(found, numeric)))
-    sections.append(Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)]))
-    return sections
+    return [*sections, Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)])]
 
 
 def _labels(records: Sequence[Record]) -> list[str]:
@@ -157,13 +148,9 @@ def _results(found: Sequence[Method], numeric: bool, varied: bool) -> list[Any]:
             caption = f"{title}: mean over seeds and its interval, as in the table. Best: {best[0]} with {best[1]:.4g}."
             pictures.append(draw(curves.intervals, title, lines, "mean and 95 % interval", caption=caption))
     said = "Figures are over all test rows; the interval is Student's t over seeds, cut at 0 and 100 %, and one seed has none."
-    said += (
-        " Each seed has a partition of its own."
-        if varied
-        else " All runs have the same clients: the interval is that of training."
-    )
-    few = {len(method.records) for method in found}
-    said += " Methods differ in their number of seeds." if len(few) > 1 else ""
+    same = " All runs have the same clients: the interval is that of training."
+    said += " Each seed has a partition of its own." if varied else same
+    said += " Methods differ in their number of seeds." if len({len(method.records) for method in found}) > 1 else ""
     return [Prose(said), *blocks, Pictures(pictures)]
 
 
@@ -180,12 +167,11 @@ def _differences(found: Sequence[Method], numeric: bool, varied: bool) -> list[T
     if not told:
         return []
     sheet = difference_sheet(told, "both", numeric)
-    rows = [[section[0][0].text, *map(_marked, row[1:])] for section in sheet.sections for row in section]
+    bold, rows = Markup("<b>{}</b>"), []
+    for section in sheet.sections:
+        for row in section:
+            rows.append([section[0][0].text, *(bold.format(one.text) if one.bold else one.text for one in row[1:])])
     return [Table(sheet.headings, rows, f"D{sheet.title[1:]}, in pairs: {sheet.caption}", WORDS)]
-
-
-def _marked(cell: Cell) -> str:
-    return Markup("<b>{}</b>").format(cell.text) if cell.bold else cell.text
 
 
 def _bounded(name: str, values: Sequence[float]) -> tuple[float, ...]:
@@ -204,11 +190,11 @@ def _curves(found: Sequence[Method], numeric: bool) -> list[Any]:
     pictures: list[Picture] = []
     names = dict.fromkeys(name for method in found for one in method.records for entry in one.scalars for name in entry)
     for name in [name for name in names if name not in ("round", "weight")][:6]:
-        lines = {
-            label: line
-            for label, records in found
-            if (line := _over_seeds([{e["round"]: e[name] for e in one.scalars if name in e} for one in records])) is not None
-        }
+        lines = {}
+        for label, records in found:
+            curve = [{entry["round"]: entry[name] for entry in one.scalars if name in entry} for one in records]
+            if (line := _over_seeds(curve)) is not None:
+                lines[label] = line
         pictures.append(_picture(name, lines))
     for group, modes in (("participating", ("personal", "global")), ("unseen", ("adapted", "global"))):
         for name in SHOWN[numeric]:
@@ -216,10 +202,8 @@ def _curves(found: Sequence[Method], numeric: bool) -> list[Any]:
             for label, records in found:
                 mode = next((mode for mode in modes if mode in records[0].figures), None)
                 points = [evaluation_curves(one, group, name).get(mode or "") for one in records if len(one.evaluations) > 1]
-                line = _over_seeds(
-                    [dict(zip(one.x.tolist(), one.y.tolist(), strict=True)) for one in points if one is not None]
-                )
-                if line is not None:
+                curve = [dict(zip(one.x.tolist(), one.y.tolist(), strict=True)) for one in points if one is not None]
+                if (line := _over_seeds(curve)) is not None:
                     lines[f"{label}, {mode}"] = line
             if lines:
                 pictures.append(_picture(f"{TITLES[name]}, {group}", lines))
@@ -235,8 +219,7 @@ def _over_seeds(seeds: Sequence[dict[float, float]]) -> curves.Curve | None:
     if not rounds:
         return None
     values = np.array([[seed[round] for round in rounds] for seed in seeds])
-    several = len(seeds) > 1
-    low, high = (values.min(axis=0), values.max(axis=0)) if several else (None, None)
+    low, high = (values.min(axis=0), values.max(axis=0)) if len(seeds) > 1 else (None, None)
     return curves.Curve(np.array(rounds), values.mean(axis=0), low, high)
 
 
@@ -254,11 +237,8 @@ def _options(found: Sequence[Method], varied: bool) -> list[Table]:
         if name not in ("model", "algorithm") and len({own.get(name) for own in settings}) > 1
     ]
     caption = "Settings in which the methods differ; a dash: it has no such setting"
-    return (
-        [Table(("setting", *(method.label for method in found)), rows, caption, 1 + len(found), "Settings that differ")]
-        if rows
-        else []
-    )
+    head = ("setting", *(method.label for method in found))
+    return [Table(head, rows, caption, 1 + len(found), "Settings that differ")] if rows else []
 
 
 def _cost(found: Sequence[Method]) -> Table:
@@ -266,7 +246,6 @@ def _cost(found: Sequence[Method]) -> Table:
     for label, records in found:
         seconds = [sum(entry["seconds"] for entry in one.timing) for one in records if one.timing]
         sent = [traffic(one)[:2] for one in records if one.messages]
-        down, up = np.mean(sent, axis=0) if sent else (None, None)
-        cells = ["—" if down is None else size(down), "—" if up is None else size(up)]
+        cells = [size(mean) for mean in np.mean(sent, axis=0)] if sent else ["—", "—"]
         rows.append([label, f"{np.mean(seconds):.1f}" if seconds else "—", *cells])
     return Table(("method", "seconds", "sent to clients", "sent from clients"), rows, "Cost of a run, mean over seeds")

@@ -12,12 +12,9 @@ from matplotlib.ticker import MaxNLocator
 from fedbayes.evaluation.score import BINS, Score
 from fedbayes.results.pictures import COLOURS, STYLES, tail
 
-SIZE = (3.5, 2.5)
-"""Inches: as wide as a telephone, so that text need not shrink."""
-POINTS = 300
-"""Of one curve; longer ones are averaged over windows."""
-MARKED = 30
-"""Points up to which each has a mark."""
+SIZE = (3.5, 2.5)  # inches: as wide as a telephone, so that text need not shrink
+POINTS = 300  # of one curve; longer ones are averaged over windows
+MARKED = 30  # points up to which each has a mark
 
 
 class Curve(NamedTuple):

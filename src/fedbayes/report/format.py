@@ -14,8 +14,7 @@ from fedbayes.results import folder
 
 TITLES = {**MAIN_TITLES, "brier": "Brier", "crps": "CRPS", "entropy": "entropy", "mutual_information": "mutual information"}
 TABLED = {False: ("accuracy", "log_score", "brier", "ece", "mce"), True: ("rmse", "log_score", "crps", "calibration_error")}
-STYLES = {"personal": 0, "adapted": 1, "global": 2}
-"""Colour and dash of each mode."""
+STYLES = {"personal": 0, "adapted": 1, "global": 2}  # colour and dash of each mode
 
 
 def number(name: str, value: float) -> str:

@@ -18,11 +18,9 @@ from fedbayes.data.describe import Facts, facts
 from fedbayes.errors import UserError
 from fedbayes.results.pictures import save_figure
 
-NAMED = 40
-"""Up to so many clients have a line with their name; more are sorted by their most frequent label."""
+NAMED = 40  # up to so many clients have a line with their name; more are sorted by their most frequent label
 
-DRAWN = 1000
-"""Of more clients than this, so many are drawn: a page has no more lines."""
+DRAWN = 1000  # of more clients than this, so many are drawn: a page has no more lines
 
 TRAIN, TEST, UNSEEN, UNSEEN_TEST = "#3b6fb6", "#a9c4e6", "#d9822b", "#f0c79c"
 
@@ -50,15 +48,13 @@ def label_distribution(clients: Clients, path: Path | str) -> Path:
 
 def distribution_figure(clients: Facts) -> Figure:
     """The picture that `label_distribution` saves, from what is known of the clients without their rows."""
-    count = len(clients.names)
-    few = count <= NAMED
+    count, unseen = len(clients.names), np.array(clients.unseen)
+    few, order = count <= NAMED, np.arange(count)
     counts = None if clients.labels is None else np.array(clients.labels)
-    unseen = np.array(clients.unseen)
-    order = (
-        np.arange(count)
-        if few
-        else (np.argsort(_quantiles(clients)[:, 2], kind="stable") if counts is None else _by_label(counts))
-    )
+    if not few and counts is None:
+        order = np.argsort(_quantiles(clients)[:, 2], kind="stable")
+    elif not few and counts is not None:
+        order = np.lexsort((-counts.max(1) / counts.sum(1), counts.argmax(1)))
     if len(order) > DRAWN:
         order = order[np.linspace(0, len(order) - 1, DRAWN).astype(int)]
     height = 1.3 + (0.24 * count if few else 6.5)
@@ -86,11 +82,6 @@ def distribution_figure(clients: Facts) -> Figure:
     rows = sum(clients.train) + sum(clients.test)
     figure.suptitle(f"{clients.name}: {count} clients{held_out}, {rows} rows", fontsize=11)
     return figure
-
-
-def _by_label(counts: np.ndarray) -> np.ndarray:
-    most = counts.argmax(1)
-    return np.lexsort((-counts.max(1) / counts.sum(1), most))
 
 
 def _quantiles(clients: Facts) -> np.ndarray:
@@ -133,13 +124,8 @@ def _targets(axes: Axes, clients: Facts, order: np.ndarray) -> None:
     many = len(order) > NAMED
     axes.hlines(y, low, high, color=TEST, linewidth=thick / 3, rasterized=many)
     axes.hlines(y, first, third, color=TRAIN, linewidth=thick, rasterized=many)
-    dot: dict[str, Any] = {
-        "markersize": min(4, thick + 1),
-        "markeredgewidth": 0.5,
-        "markeredgecolor": "black",
-        "rasterized": many,
-    }
-    axes.plot(median, y, "o", color="white", **dot)
+    edge: dict[str, Any] = {"markeredgewidth": 0.5, "markeredgecolor": "black"}
+    axes.plot(median, y, "o", color="white", markersize=min(4, thick + 1), rasterized=many, **edge)
     axes.set_xlabel("target: median, middle half and middle 90 %", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)

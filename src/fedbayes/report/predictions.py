@@ -14,10 +14,8 @@ from fedbayes.report.calibration import reliability
 from fedbayes.report.format import STYLES, TITLES, distinct, number, scaled
 from fedbayes.report.records import Record
 
-WHOLE = 100
-"""Clients up to which a table has all of them."""
-NAMED = 30
-"""Of the worst tenth, so many are named."""
+WHOLE = 100  # clients up to which a table has all of them
+NAMED = 30  # of the worst tenth, so many are named
 
 
 def clients(record: Record) -> Section:
@@ -97,11 +95,9 @@ def calibration(record: Record) -> Section:
                 caption = f"{title}: mean gap between levels and shares {float(found['calibration_error']):.3f}."
                 pictures.append(draw(curves.levels, score, title, caption=caption))
             else:
-                sure = float(np.sum(score.bin_confidence) / score.rows)
-                caption = (
-                    f"{title}: mean confidence {100 * sure:.1f} %, accuracy {100 * float(found['accuracy']):.1f} %, "
-                    f"ECE {100 * float(found['ece']):.1f} %."
-                )
+                sure = 100 * float(np.sum(score.bin_confidence) / score.rows)
+                right, ece = (100 * float(found[name]) for name in ("accuracy", "ece"))
+                caption = f"{title}: mean confidence {sure:.1f} %, accuracy {right:.1f} %, ECE {ece:.1f} %."
                 pictures.append(draw(reliability, {title: score}, caption=caption))
     said = (
         "On the dashed line each predictive quantile has its share of rows below it."
@@ -132,9 +128,7 @@ def uncertainty(record: Record) -> Section:
         caption = f"Aleatoric and epistemic uncertainty of a test row, {group} clients: {ends} {unit}."
         pictures.append(draw(curves.parts_of_uncertainty, f"{group} clients", parts, unit, caption=caption))
     head = ("mode", "clients", f"total ({unit})", "aleatoric", "epistemic", "epistemic %")
-    said = (
-        "Aleatoric uncertainty would stay with more data; epistemic uncertainty, on which posterior draws disagree, would go."
-    )
+    said = "Aleatoric uncertainty would stay with more data; epistemic uncertainty, where draws disagree, would go."
     none = all(epistemic == 0 for parts in by_group.values() for _, epistemic in parts.values())
     said += " This algorithm predicts with one draw, so it has no epistemic part." if none else ""
     return Section("Uncertainty", [Prose(said), Pictures(pictures), Table(head, rows, "Mean over test rows", 2)])

@@ -24,8 +24,7 @@ from fedbayes.results.folder import reaches_end, read_scores
 GROUPS = ("participating", "unseen")
 SUMMARY = ("mean", "sd", "5%", "95%")
 FORMS = ("rows", "clients", "spread", "worst_tenth")
-Figures = dict[str, dict[str, dict[str, dict[str, float]]]]
-"""mode → group → figure → form → number, as a result has them."""
+Figures = dict[str, dict[str, dict[str, dict[str, float]]]]  # mode → group → figure → form → number, as a result has them
 
 
 @dataclasses.dataclass
@@ -121,12 +120,10 @@ def find(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"there is no folder {path}; give the folder of a run, or one that holds such folders")
-        below = [path] if _is_run(path) else sorted({file.parent for file in path.rglob("config.json") if _is_run(file.parent)})
+        below = [path] if _config(path) else sorted({file.parent for file in path.rglob("config.json") if _config(file.parent)})
         if not below:
-            raise UserError(
-                f"{path} holds no run: no config.json of one is in it or below it; give the folder that fedbayes run, compare "
-                "or fit named at its end"
-            )
+            advice = "give the folder that fedbayes run, compare or fit named at its end"
+            raise UserError(f"{path} holds no run: no config.json of one is in it or below it; {advice}")
         found |= {folder.resolve(): folder for folder in below if folder.resolve() not in found}
     return list(found.values())
 
@@ -141,10 +138,6 @@ def load(folder: Path) -> Record:
     record.timing = [entry for entry in _lines(record, "timing.jsonl") if _is_number(entry.get("seconds")) and "part" in entry]
     record.command = _command(record)
     return record
-
-
-def _is_run(folder: Path) -> bool:
-    return _config(folder) is not None
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,17 @@ from fedbayes import wire
 from fedbayes.evaluation.score import SHOWN, about_numbers
 from fedbayes.evaluation.tables import PERCENT
 from fedbayes.report import curves
-from fedbayes.report.blocks import Command, Picture, Pictures, Prose, Section, Table, draw
+from fedbayes.report.blocks import Command, Pictures, Prose, Section, Table, draw
 from fedbayes.report.format import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
 from fedbayes.report.labels import distribution_figure
-from fedbayes.report.records import Figures, Record, figures_of
+from fedbayes.report.records import GROUPS, Figures, Record, figures_of
 
-ARRAYS = 200
-"""Arrays of a message that are listed."""
+ARRAYS = 200  # arrays of a message that are listed
+MEANING = (
+    "Global: the shared model. Personal: with what the client kept from training. Adapted: after adapting to the client's "
+    "training rows. Unseen clients never trained, so their personal model is the shared one. The first figures are over all "
+    "test rows; the last three give each client the same weight."
+)
 FIRST = "first rounds, with compilation"
 PARTS = {"training": "other rounds", "posterior": "posterior and pictures"}
 
@@ -28,9 +33,7 @@ def what_was_run(record: Record) -> Section:
     if record.command is not None:
         blocks += [Prose("To run it again, in a folder of its own:"), Command(record.command)]
     else:
-        blocks.append(
-            Prose("The folder keeps no command: the run was made by fedbayes compare or from Python, or never ended.")
-        )
+        blocks += [Prose("The folder keeps no command: the run was made by fedbayes compare or from Python, or never ended.")]
     facts, data = record.config, record.about_data
     rows = [["algorithm", record.algorithm]]
     if record.structured:
@@ -39,30 +42,19 @@ def what_was_run(record: Record) -> Section:
     elif data:
         unseen = f", {data['unseen']} of them unseen" if data.get("unseen") else ""
         target = "a number" if data.get("classes") is None else f"{data['classes']} classes"
-        rows += [
-            ["data", f"{data.get('name')}: {data.get('clients')} clients{unseen}, {count(data.get('rows', 0))} rows, {target}"]
-        ]
-        rows += [["network", str(facts.get("network", facts.get("options", {}).get("model", {}).get("name", "—")))]]
+        who = f"{data.get('name')}: {data.get('clients')} clients{unseen}, {count(data.get('rows', 0))} rows, {target}"
+        network = facts.get("network", facts.get("options", {}).get("model", {}).get("name", "—"))
+        rows += [["data", who], ["network", str(network)]]
     cohort = facts.get("cohort")
     taking = "one silo, each in its turn" if facts.get("in_turn") else "all" if cohort is None else f"{cohort}"
-    rows += [
-        ["rounds", str(record.rounds)],
-        [f"{'silos' if record.structured else 'clients'} a round", taking],
-        ["seed", str(facts.get("seed"))],
-    ]
+    rows += [["rounds", str(record.rounds)], [f"{'silos' if record.structured else 'clients'} a round", taking]]
+    rows += [["seed", str(facts.get("seed"))]]
     rows += [["dropout", str(facts["dropout"])]] if facts.get("dropout") else []
     rows += [["state", record.state], ["fedbayes", str(facts.get("fedbayes", "—"))]]
     options = [[name, value] for name, value in flat(facts.get("options", {})).items() if not name.startswith("model.")]
+    summary = f"All {len(options)} options of {record.algorithm}"
     blocks.append(Table(("", ""), rows, "The run", words=2))
-    blocks.append(
-        Table(
-            ("option", "value"),
-            options,
-            f"Options of {record.algorithm}",
-            2,
-            f"All {len(options)} options of {record.algorithm}",
-        )
-    )
+    blocks.append(Table(("option", "value"), options, f"Options of {record.algorithm}", 2, summary))
     return Section("What was run", blocks)
 
 
@@ -76,14 +68,7 @@ def results(record: Record) -> Section:
     if average := figures_of((record.result or {}).get("average")):
         last = record.config.get("average_last")
         blocks.append(result_table(average, f"Mean over the last {last} rounds"))
-    blocks.append(
-        Prose(
-            "Global: the shared model. Personal: with what the client kept from training. Adapted: after adapting to the "
-            "client's training rows. Unseen clients never trained, so their personal model is the shared one. The first "
-            "figures are over all test rows; the last three give each client the same weight."
-        )
-    )
-    return Section("Results", blocks)
+    return Section("Results", [*blocks, Prose(MEANING)])
 
 
 def result_table(figures: Figures, caption: str) -> Table:
@@ -94,11 +79,8 @@ def result_table(figures: Figures, caption: str) -> Table:
     rows = []
     for mode, groups in figures.items():
         for group, found in groups.items():
-            cells = [number(name, found[name]["rows"]) if name in found else "—" for name in names]
-            cells += [
-                number(first, found[first][form]) if first in found else "—" for form in ("clients", "spread", "worst_tenth")
-            ]
-            rows.append([mode, group, *cells])
+            shown = [(name, "rows") for name in names] + [(first, form) for form in ("clients", "spread", "worst_tenth")]
+            rows.append([mode, group, *(number(name, found[name][form]) if name in found else "—" for name, form in shown)])
     return Table(head, rows, f"{caption}; the last three columns are of {TITLES[first]}", 2)
 
 
@@ -111,29 +93,16 @@ def learning(record: Record) -> Section:
         caption = f"{name} of each round's clients: {y[0]:.4g} in round {x[0]:.0f}, {y[-1]:.4g} in round {x[-1]:.0f}."
         pictures.append(draw(curves.over_rounds, name, {name: curves.Curve(x, y)}, caption=caption))
     blocks: list[Any] = [Pictures(pictures)] if pictures else [Prose("metrics.jsonl has no rounds.")]
-    if len(record.evaluations) > 1:
-        blocks.append(Pictures(_evaluations(record)))
-    else:
-        blocks.append(
-            Prose(
-                "Clients were evaluated once, at the end; --evaluate-every 10 gives accuracy and calibration over rounds too."
-            )
-        )
-    return Section("Learning curves", blocks)
-
-
-def _evaluations(record: Record) -> list[Picture]:
+    if len(record.evaluations) < 2:
+        said = "Clients were evaluated once, at the end; --evaluate-every 10 gives accuracy and calibration over rounds too."
+        return Section("Learning curves", [*blocks, Prose(said)])
     pictures = []
-    for group in ("participating", "unseen"):
-        for name in SHOWN[record.numeric]:
-            found = evaluation_curves(record, group, name)
-            if found:
-                ends = ", ".join(f"{mode} {curve.y[-1]:.4g}" for mode, curve in found.items())
-                caption = (
-                    f"{TITLES[name]}, {group} clients: mean over clients, band: one standard deviation. At the end {ends}."
-                )
-                pictures.append(draw(curves.over_rounds, f"{TITLES[name]}, {group}", found, STYLES, caption=caption))
-    return pictures
+    for group, name in itertools.product(GROUPS, SHOWN[record.numeric]):
+        if found := evaluation_curves(record, group, name):
+            ends = ", ".join(f"{mode} {curve.y[-1]:.4g}" for mode, curve in found.items())
+            caption = f"{TITLES[name]}, {group} clients: mean over clients, band: one standard deviation. At the end {ends}."
+            pictures.append(draw(curves.over_rounds, f"{TITLES[name]}, {group}", found, STYLES, caption=caption))
+    return Section("Learning curves", [*blocks, Pictures(pictures)])
 
 
 def evaluation_curves(record: Record, group: str, name: str) -> dict[str, curves.Curve]:
@@ -156,15 +125,12 @@ def evaluation_curves(record: Record, group: str, name: str) -> dict[str, curves
 
 def labels(record: Record) -> Section:
     """Who has which labels."""
-    if record.data is None:
-        return Section(
-            "Labels", [Prose("The folder does not say who has which labels: it has no about.json, as runs of older versions.")]
-        )
-    data = record.data
+    if (data := record.data) is None:
+        said = "The folder does not say who has which labels: it has no about.json, as runs of older versions."
+        return Section("Labels", [Prose(said)])
     if data.labels is None and data.quantiles is None:
-        return Section(
-            "Labels", [Prose("There are too many clients and classes to keep; fedbayes data describe --plot draws them.")]
-        )
+        said = "There are too many clients and classes to keep; fedbayes data describe --plot draws them."
+        return Section("Labels", [Prose(said)])
     sizes = np.array(data.train) + np.array(data.test)
     what = "targets" if data.labels is None else "labels"
     caption = f"Who has which {what}: {len(sizes)} clients with {sizes.min()} to {sizes.max()} rows"
@@ -177,32 +143,26 @@ def labels(record: Record) -> Section:
 def sent(record: Record) -> Section:
     """What crosses in a round and over the run."""
     if not record.messages:
-        return Section(
-            "What was sent", [Prose("The folder does not say what was sent; fedbayes wire does, for any algorithm.")]
-        )
-    who, blocks = "silo" if record.structured else "client", list[Any]()
+        said = "The folder does not say what was sent; fedbayes wire does, for any algorithm."
+        return Section("What was sent", [Prose(said)])
+    who, (down, up, about) = "silo" if record.structured else "client", traffic(record)
+    said = (
+        f"Over {record.round or record.rounds} rounds{about}: {size(down)} to {who}s and {size(up)} from them. Nothing of a "
+        f"{who}'s local state or rows is sent as it is. Mean and sum: the server needs only the sum over {who}s; stack: it "
+        "sees each one's."
+    )
+    blocks: list[Any] = [Prose(said)]
     for clients, leaves in record.messages:
         of = f" ({clients} silo{'s' * (clients > 1)} of this form)" if record.structured and len(record.messages) > 1 else ""
         for message, title in (("down", f"To each {who}{of}"), ("up", f"From each {who}{of}")):
-            blocks.append(
-                _fields([leaf for leaf in leaves if leaf.message == message], f"{title}, each round", message == "up")
-            )
+            chosen = [leaf for leaf in leaves if leaf.message == message]
+            blocks.append(_fields(chosen, f"{title}, each round", message == "up"))
         rows = [
-            [leaf.message, leaf.path, str(list(leaf.shape)), leaf.dtype, leaf.reduction or "—", count(leaf.bytes)]
-            for leaf in leaves
+            [one.message, one.path, str(list(one.shape)), one.dtype, one.reduction or "—", count(one.bytes)] for one in leaves
         ]
         more = f", the first {ARRAYS}" if len(rows) > ARRAYS else ""
         head = ("message", "array", "shape", "type", "reduction", "bytes")
         blocks.append(Table(head, rows[:ARRAYS], f"Arrays of a round{more}", 5, f"All {len(rows)} arrays{of}"))
-    down, up, about = traffic(record)
-    blocks.insert(
-        0,
-        Prose(
-            f"Over {record.round or record.rounds} rounds{about}: {size(down)} to {who}s and {size(up)} from them. "
-            f"Nothing of a {who}'s local state or rows is sent as it is. Mean and sum: the server needs only the sum over "
-            f"{who}s; stack: it sees each one's."
-        ),
-    )
     return Section("What was sent", blocks)
 
 
@@ -228,19 +188,17 @@ def traffic(record: Record) -> tuple[float, float, str]:
         message: sum(count * leaf.bytes for count, leaves in record.messages for leaf in leaves if leaf.message == message)
         for message in ("down", "up")
     }
-    share, about = 1.0, ""
     if record.structured:
-        total = sum(count for count, _ in record.messages)
-        cohort = record.config.get("cohort")
-        share = (
-            1 / total if record.config.get("in_turn") else 1.0 if cohort is None else cohort if cohort < 1 else cohort / total
-        )
+        total, cohort = sum(count for count, _ in record.messages), record.config.get("cohort")
+        if record.config.get("in_turn"):
+            cohort = 1
+        share = 1.0 if cohort is None else cohort if cohort < 1 else cohort / total
         about = " (about, as silos of several forms take turns)" if share < 1 and len(record.messages) > 1 else ""
         return each["down"] * share * rounds, each["up"] * share * rounds, about
     cohort = record.messages[0][0]
     answered = {entry["round"]: entry["clients"] for entry in record.timing if "clients" in entry}
     whole = sum(answered.values()) if len(answered) >= rounds else cohort * rounds * (1 - record.config.get("dropout", 0.0))
-    return each["down"] * rounds, each["up"] / cohort * whole, about
+    return each["down"] * rounds, each["up"] / cohort * whole, ""
 
 
 def time(record: Record) -> Section:
@@ -254,15 +212,9 @@ def time(record: Record) -> Section:
             name = FIRST if FIRST not in parts else name
         parts.setdefault(name, []).append(entry["seconds"])
     total = sum(sum(values) for values in parts.values())
-    rows = [
-        [
-            PARTS.get(name, name),
-            f"{sum(values):.2f}",
-            f"{100 * sum(values) / max(total, 1e-9):.0f}",
-            str(len(values)),
-            f"{1000 * np.median(values):,.1f}",
-        ]
-        for name, values in parts.items()
-    ]
+    rows = []
+    for name, values in parts.items():
+        share, median = f"{100 * sum(values) / max(total, 1e-9):.0f}", f"{1000 * np.median(values):,.1f}"
+        rows.append([PARTS.get(name, name), f"{sum(values):.2f}", share, str(len(values)), median])
     rows.append(["all", f"{total:.2f}", "100", "", ""])
     return Section("Time", [Table(("part", "seconds", "%", "times", "median ms"), rows, "Seconds on the machine that ran it")])

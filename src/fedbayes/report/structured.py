@@ -17,8 +17,7 @@ from fedbayes.results.pictures import MOST, marginals
 from fedbayes.results.structured_text import verdict
 from fedbayes.trees import quietly
 
-SILOS = 200
-"""Silos that are listed."""
+SILOS = 200  # silos that are listed
 
 
 def posterior(record: Record) -> Section:
@@ -52,9 +51,8 @@ def _marginals(methods: Mapping[str, Mapping[str, np.ndarray]]) -> list[Any]:
     pictures = []
     for name in names[:MOST]:
         chosen = {method: {name: draws[name]} for method, draws in methods.items() if name in draws}
-        said = "; ".join(
-            f"{method} mean {draws[name].mean():.3g}, deviation {draws[name].std():.3g}" for method, draws in chosen.items()
-        )
+        each = ((method, draws[name].mean(), draws[name].std()) for method, draws in chosen.items())
+        said = "; ".join(f"{method} mean {mean:.3g}, deviation {sd:.3g}" for method, mean, sd in each)
         pictures.append(draw(marginals, chosen, caption=f"Marginal of {name}: {said}."))
     return pictures
 
@@ -99,36 +97,32 @@ def bound(records: Sequence[Record], labels: Sequence[str]) -> Section:
             found[label] = curves.Curve(*np.array(points, float).T)
     if not found:
         return Section("Bound", [Prose("metrics.jsonl has no rounds.")])
-    ends = "; ".join(
-        f"{curve.y[-1]:.5g} in round {curve.x[-1]:.0f}" + (f" ({label})" if len(found) > 1 else "")
-        for label, curve in found.items()
-    )
+    whose = {label: f" ({label})" if len(found) > 1 else "" for label in found}
+    ends = "; ".join(f"{one.y[-1]:.5g} in round {one.x[-1]:.0f}{whose[label]}" for label, one in found.items())
     caption = f"The bound on log p(y) over rounds: {ends}. The axis begins where the last nine tenths lie."
     return Section("Bound", [Pictures([draw(curves.over_rounds, "bound on log p(y)", found, end=True, caption=caption)])])
 
 
 def silos(record: Record) -> Section:
     """Who the silos are."""
-    rows = record.about_data.get("silos", {})
-    listed = [[str(name), count(number)] for name, number in rows.items()]
+    listed = [[str(name), count(number)] for name, number in record.about_data.get("silos", {}).items()]
     more = f", the first {SILOS}" if len(listed) > SILOS else ""
     return Section("Silos", [Table(("silo", "rows"), listed[:SILOS], f"{len(listed)} silos{more}")])
 
 
 def side_by_side(records: Sequence[Record], labels: Sequence[str]) -> list[Section]:
     """Several fits of one model to the same silos."""
-    finished = [(record, label) for record, label in zip(records, labels, strict=True) if record.result is not None]
-    blocks: list[Any] = []
-    names = list(dict.fromkeys(name for record, _ in finished for name in (record.result or {}).get("posterior", {})))
-    rows = []
-    for name in names:
-        cells = [(record.result or {}).get("posterior", {}).get(name) for record, _ in finished]
+    results = {label: record.result for record, label in zip(records, labels, strict=True) if record.result is not None}
+    blocks, rows = list[Any](), []
+    for name in dict.fromkeys(name for result in results.values() for name in result.get("posterior", {})):
+        cells = [result.get("posterior", {}).get(name) for result in results.values()]
         rows.append([name, *("—" if cell is None else f"{cell['mean']:.3f} ± {cell['sd']:.3f}" for cell in cells)])
     if rows:
-        blocks.append(Table(("", *(label for _, label in finished)), rows, "Posterior mean ± standard deviation"))
-    says = [[label, verdict(record.result)] for record, label in finished if record.result is not None]
+        blocks.append(Table(("", *results), rows, "Posterior mean ± standard deviation"))
+    says = [[label, verdict(result)] for label, result in results.items()]
     blocks.append(Table(("run", "how far it can be relied on"), says, "Each run's bound and importance weights", 2))
-    draws = {label: found for record, label in finished if (found := _inference_data(record)[0]) is not None}
+    read = {label: _inference_data(record)[0] for record, label in zip(records, labels, strict=True) if label in results}
+    draws = {label: draws_of(found) for label, found in read.items() if found is not None}
     if draws:
-        blocks.append(Pictures(_marginals({label: draws_of(found) for label, found in draws.items()})))
+        blocks.append(Pictures(_marginals(draws)))
     return [Section("Posteriors side by side", blocks), bound(records, labels)]

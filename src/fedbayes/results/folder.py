@@ -31,8 +31,8 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
-from fedbayes import files, wire
-from fedbayes.algorithm import AnyNetwork
+from fedbayes import __version__, files, wire
+from fedbayes.algorithm import AnyAlgorithm, AnyNetwork
 from fedbayes.data.clients import Clients
 from fedbayes.data.describe import facts
 from fedbayes.engine.clients import Simulation
@@ -44,8 +44,7 @@ from fedbayes.models import Model
 from fedbayes.wire import provenance
 
 log = logging.getLogger("fedbayes")
-MOST = 500_000
-"""Clients times classes up to which about.json says who has which labels: a megabyte or two."""
+MOST = 500_000  # clients times classes up to which about.json says who has which labels: a megabyte or two
 SHARED, MEMBERS = "shared.safetensors", "members.json"
 AGAIN = "--force starts the run over"
 FILES = (
@@ -85,18 +84,16 @@ class Run:
     def _begin(self, resume: bool, force: bool) -> None:
         if force:
             self._clear()
-        existing = (self.folder / "config.json").exists()
-        if existing and not resume:
-            done = (self.folder / "result.json").exists()
-            state = "a finished run" if done else "an unfinished run"
-            hint = "--force starts over" if done else "--resume continues it, --force starts over"
-            raise UserError(f"{self.folder} holds {state}; {hint}, or choose another folder")
-        if existing:
-            self._same_config()
-            self.finished = (self.folder / "result.json").exists()
-        else:
+        if not (self.folder / "config.json").exists():
             self._clear()
             files.write_json(self.folder / "config.json", self.config)
+            return
+        if resume:
+            self._same_config()
+        self.finished = (self.folder / "result.json").exists()
+        if not resume:
+            state, hint = ("a finished run", "") if self.finished else ("an unfinished run", "--resume continues it, ")
+            raise UserError(f"{self.folder} holds {state}; {hint}--force starts over, or choose another folder")
 
     def hold(self) -> None:
         """Keep other processes out; the second gets a sentence."""
@@ -199,9 +196,7 @@ class Run:
     def outcome(self, simulation: Simulation) -> tuple[dict[str, Any], Evaluation]:
         """The result and the scores of a finished run, from its files."""
         result = files.read_json(self.folder / "result.json", metrics=dict)
-        scores = read_scores(self.folder, self.config["modes"], len(simulation.data))
-        numeric = about_numbers(result["metrics"])
-        return result, Evaluation(simulation.round, scores, simulation.data.unseen, numeric)
+        return result, read_evaluation(self.folder, {**result, **self.config}, simulation.data.unseen)
 
 
 def about(messages: Sequence[tuple[int, Sequence[wire.Leaf]]], data: Clients | None = None) -> dict[str, Any]:
@@ -211,6 +206,11 @@ def about(messages: Sequence[tuple[int, Sequence[wire.Leaf]]], data: Clients | N
         for count, leaves in messages
     ]
     return {"messages": sent, **({} if data is None else {"data": facts(data, MOST)._asdict()})}
+
+
+def identity(algorithm: AnyAlgorithm, **settings: Any) -> dict[str, Any]:
+    """The start of a run's config: the version, the algorithm with its options, and the settings given."""
+    return {"fedbayes": __version__, "algorithm": algorithm.title, "options": describe(algorithm), **settings}
 
 
 def describe(config: Any) -> Any:
@@ -232,35 +232,20 @@ def fingerprint(algorithm: AnyNetwork, data: Clients) -> str:
 
     Activation, initialisation and scaling are in it, which shapes do not show.
     """
-    model = algorithm.model
+    model, key = algorithm.model, jax.eval_shape(lambda: jax.random.key(0))
     x = jax.ShapeDtypeStruct((2, *data.shape), data.x.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(model.init, key)
     return provenance.digest(jax.make_jaxpr(model.init)(key), jax.make_jaxpr(model.apply)(params, x))
 
 
 def describe_data(data: Clients) -> dict[str, Any]:
     """What the clients are, with a fingerprint of who has which labels, so that a run is not resumed on other data."""
-    digest = hashlib.sha256()
-    for array in (
-        data.offsets,
-        data.train_counts,
-        data.unseen,
-        data.shift,
-        data.scale,
-        data.y,
-        data.x[:: max(1, len(data.x) // 1000)],
-    ):
+    digest, some = hashlib.sha256(), data.x[:: max(1, len(data.x) // 1000)]
+    for array in (data.offsets, data.train_counts, data.unseen, data.shift, data.scale, data.y, some):
         digest.update(np.ascontiguousarray(array).tobytes())
-    return {
-        "name": data.name,
-        "clients": len(data),
-        "unseen": int(data.unseen.sum()),
-        "rows": len(data.x),
-        "shape": list(data.shape),
-        "classes": len(data.classes) if data.classes is not None else None,
-        "fingerprint": digest.hexdigest()[:16],
-    }
+    told = {"name": data.name, "clients": len(data), "unseen": int(data.unseen.sum()), "rows": len(data.x)}
+    classes = len(data.classes) if data.classes is not None else None
+    return told | {"shape": list(data.shape), "classes": classes, "fingerprint": digest.hexdigest()[:16]}
 
 
 def read_history(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -282,6 +267,12 @@ def read_scores(folder: Path, modes: Sequence[str], clients: int, schema: int = 
     path, template = folder / "scores.safetensors", {mode: no_scores(clients) for mode in modes}
     found, _ = files.load(path, template, "the scores", AGAIN, finite=True, unchecked=schema == 1)
     return {mode: found[mode] for mode in modes}
+
+
+def read_evaluation(folder: Path, result: Mapping[str, Any], unseen: np.ndarray) -> Evaluation:
+    """The evaluation at the end of a finished run, from its scores."""
+    scores = read_scores(folder, result["modes"], len(unseen), result.get("schema", 1))
+    return Evaluation(result["rounds"], scores, unseen, about_numbers(result["metrics"]))
 
 
 def flat(content: Any, prefix: str = "") -> dict[str, Any]:

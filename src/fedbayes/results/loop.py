@@ -12,19 +12,11 @@ import numpy as np
 
 from fedbayes.engine.round import Diverged, Round
 from fedbayes.errors import UserError
-from fedbayes.results.folder import Run
+from fedbayes.results.folder import Resumable, Run
 
 
-class Engine(Protocol):
+class Engine(Resumable, Protocol):
     """Whatever runs rounds: a simulation over clients or silos, or the coordinator of a deployment."""
-
-    algorithm: Any
-    state: Any
-    round: int
-
-    @property
-    def local(self) -> Any:
-        """The clients' states: `commit` and `restore`."""
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds."""
@@ -54,12 +46,29 @@ class _Function(Callback):
         self.function(engine, done)
 
 
-def listening(callbacks: Sequence[Any]) -> list[Callback]:
-    """Callbacks as given by a user, each as a `Callback`."""
+def listening(callbacks: Sequence[Any], config: Mapping[str, Any] | None) -> list[Callback]:
+    """Callbacks as given by a user, each as a `Callback`; told of the run that starts, where there is its config."""
     for one in callbacks:
         if not callable(one):
             raise UserError(f"a callback is {one!r}, but it is a function of the simulation and the round, or a tracker")
-    return [one if isinstance(one, Callback) else _Function(one) for one in callbacks]
+    found = [one if isinstance(one, Callback) else _Function(one) for one in callbacks]
+    for one in found:
+        if config is not None:
+            one.started(config)
+    return found
+
+
+def recorder(history: list[dict[str, Any]], run: Run | None, callbacks: Sequence[Callback]) -> Callable[[dict[str, Any]], None]:
+    """A function that adds a line to a run's history and to its folder, and tells callbacks of an evaluation."""
+
+    def record(entry: dict[str, Any]) -> None:
+        history.append(entry)
+        if run is not None:
+            run.log(entry)
+        for one in callbacks if "evaluation" in entry else ():
+            one.evaluated(entry["round"], entry["evaluation"])
+
+    return record
 
 
 def run_rounds(

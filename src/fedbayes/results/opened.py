@@ -13,12 +13,10 @@ from fedbayes import files
 from fedbayes.algorithm import AnyNetwork, AnyStructured
 from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
-from fedbayes.evaluation.assess import Evaluation
-from fedbayes.evaluation.score import about_numbers
 from fedbayes.models import Model
 from fedbayes.results import serialise
 from fedbayes.results.fit import Fit, Members
-from fedbayes.results.folder import AGAIN, MEMBERS, SHARED, read_history, read_scores
+from fedbayes.results.folder import AGAIN, MEMBERS, SHARED, read_evaluation, read_history
 from fedbayes.results.posterior import Posterior
 from fedbayes.results.structured_fit import SiloFit, fit_silos
 
@@ -26,12 +24,8 @@ from fedbayes.results.structured_fit import SiloFit, fit_silos
 def keep(fit: Fit, folder: Path) -> None:
     """Put the shared model and the clients' names into a run's folder."""
     members = fit.members
-    about = {
-        "names": members.names,
-        "unseen": np.flatnonzero(members.unseen).tolist(),
-        "rows": np.asarray(members.counts).tolist(),
-        "local": members.states.digest(),
-    }
+    about = {"names": members.names, "unseen": np.flatnonzero(members.unseen).tolist()}
+    about |= {"rows": np.asarray(members.counts).tolist(), "local": members.states.digest()}
     files.write_json(folder / MEMBERS, about, compact=True)
     try:
         fit.shared.save(folder / SHARED)
@@ -72,26 +66,20 @@ def open(
     if "posterior" in result:
         return _structured(folder, result, history, algorithm, silos)
     if not (folder / SHARED).is_file():
-        raise UserError(
-            f"{folder} has no {SHARED}: an older version wrote it, or its algorithm is code of your own; run it anew"
-        )
+        raise UserError(f"{folder} has no {SHARED}: an older version wrote it, or its algorithm is your own code; run it anew")
     about = files.read_json(folder / MEMBERS, names=list, unseen=list, rows=list)
     shared = Posterior.load(folder / SHARED, model=model, algorithm=algorithm)  # type: ignore[arg-type]
     unseen = np.isin(np.arange(len(about["names"])), about["unseen"])
     states: States[Any] = States(shared.local, len(unseen), folder / "local")
     states.restore(result["rounds"], about["local"], looking=True)
-    scores = read_scores(folder, result["modes"], len(unseen))
-    evaluation = Evaluation(result["rounds"], scores, unseen, about_numbers(result["metrics"]))
     members = Members(result["data"]["name"], about["names"], unseen, np.array(about["rows"]), states)
-    return Fit(shared, members, evaluation, result, history)
+    return Fit(shared, members, read_evaluation(folder, result, unseen), result, history)
 
 
 def _structured(folder: Path, result: dict[str, Any], history: list[dict[str, Any]], algorithm: Any, silos: Any) -> SiloFit:
     if algorithm is None:
-        raise UserError(
-            f"{folder} is a run of {result['algorithm']} over a NumPyro model, which is code and not in a folder; give "
-            f"algorithm=fb.{result['algorithm']}(population, silo)"
-        )
+        name, give = result["algorithm"], f"algorithm=fb.{result['algorithm']}(population, silo)"
+        raise UserError(f"{folder} is a run of {name} over a NumPyro model, which is code and not in a folder; give {give}")
     if silos is not None:
         options = {name: result[name] for name in ("cohort", "in_turn", "seed")}
         more = {"file": result["file"]} if "file" in result else {}

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from fedbayes import files
 from fedbayes.models.structured import numbers
 
-MOST = 24
-"""Numbers whose marginals are drawn."""
+MOST = 24  # numbers whose marginals are drawn
 STYLES = ("-", "--", "-.", ":")
 COLOURS = ("#1f4e79", "#c0504d", "#7f7f7f", "#4f9d69", "#8064a2", "#e08e2b")
 

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KIND = "fedbayes posterior"
-SCHEMA = 1
-"""Of the file; it grows when a field changes its meaning."""
-BLOCK = 1024
-"""Rows that `table` predicts at once; images as few as in an evaluation."""
+GIVE = "give a file that fedbayes personalise or Posterior.save wrote"
+SCHEMA = 1  # of the file; it grows when a field changes its meaning
+BLOCK = 1024  # rows that `table` predicts at once; images as few as in an evaluation
 INTERVAL = (0.05, 0.95)
 CLOSE = 1e-3
 """How far the prediction that a file carries may be from the one that is found, as a share: processors round differently."""
@@ -122,19 +121,12 @@ class Posterior:
 
     def facts(self) -> dict[str, Any]:
         """What it is, for whom, and what it was made from."""
-        data = self.made.get("data", {})
-        return {
-            "algorithm": self.algorithm.title,
-            "network": self.algorithm.model.name,
-            "for": self.made.get("for"),
-            "training rows": self.made.get("rows"),
-            "reads": ", ".join(column.name for column in self.rows.layout.columns) or f"rows of shape {self.rows.shape}",
-            "predicts": "a number" if self.rows.classes is None else ", ".join(self.rows.classes),
-            "data": data.get("name"),
-            "rounds": self.made.get("rounds"),
-            "seed": self.made.get("seed"),
-            "fedbayes": self.made.get("fedbayes"),
-        }
+        reads = ", ".join(column.name for column in self.rows.layout.columns) or f"rows of shape {self.rows.shape}"
+        predicts = "a number" if self.rows.classes is None else ", ".join(self.rows.classes)
+        found = {"algorithm": self.algorithm.title, "network": self.algorithm.model.name, "for": self.made.get("for")}
+        found |= {"training rows": self.made.get("rows"), "reads": reads, "predicts": predicts}
+        found["data"] = self.made.get("data", {}).get("name")
+        return found | {name: self.made.get(name) for name in ("rounds", "seed", "fedbayes")}
 
     @property
     def numeric(self) -> bool:
@@ -165,10 +157,8 @@ class Posterior:
         """This model fitted to somebody's rows. Labels may be missing where the method does not look at them, as FedVI."""
         x = self.rows.check(x)
         if y is None and self.reads_labels:
-            raise UserError(
-                f"{self.algorithm.title} adapts to rows with labels, but there are none; give y, or train a method that needs "
-                "none, such as fedvi"
-            )
+            advice = "give y, or train a method that needs none, such as fedvi"
+            raise UserError(f"{self.algorithm.title} adapts to rows with labels, but there are none; {advice}")
         labels = np.zeros(len(x)) if y is None else checked_labels(y, self.rows.classes, len(x))
         return self.adapted(self.rows.data(x, labels), f"{len(x)} rows")
 
@@ -189,9 +179,8 @@ class Posterior:
         try:
             jax.eval_shape(algorithm.predict, self.key, self.down, self.local, self.rows.example.x)
         except Exception as problem:
-            raise UserError(
-                f"{', '.join(settings)} cannot be changed after training ({str(problem).splitlines()[0]}); train again"
-            ) from None
+            why = str(problem).splitlines()[0]
+            raise UserError(f"{', '.join(settings)} cannot be changed after training ({why}); train again") from None
         return dataclasses.replace(self, algorithm=algorithm)
 
     @property
@@ -230,26 +219,13 @@ class Posterior:
             algorithm = serialise.encode(self.algorithm)
         except serialise.Own as part:
             algorithm = {"algorithm": f"{self.algorithm.title}{part}"}
-        about: dict[str, Any] = {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "fedbayes": __version__,
-            "jax": jax.__version__,
-            "algorithm": algorithm,
-            **forms,
-            "rows": {**self.rows._asdict(), "layout": self.rows.layout.to_json()},
-            "key": {"implementation": str(jax.random.key_impl(self.key)), "data": jax.random.key_data(self.key).tolist()},
-            "made": self.made,
-        }
-        content = files.pack(arrays, about)
-        own = "algorithm" in algorithm
+        rows = {**self.rows._asdict(), "layout": self.rows.layout.to_json()}
+        key = {"implementation": str(jax.random.key_impl(self.key)), "data": jax.random.key_data(self.key).tolist()}
+        about = {"kind": KIND, "schema": SCHEMA, "fedbayes": __version__, "jax": jax.__version__, "algorithm": algorithm}
+        content = files.pack(arrays, {**about, **forms, "rows": rows, "key": key, "made": self.made})
         # Read before it is written: a file that cannot be read again would be a loss that is found too late.
-        _read(
-            content,
-            str(path),
-            model=self.algorithm.model if serialise.needs_model(algorithm) else None,
-            algorithm=self.algorithm if own else None,
-        )
+        model = self.algorithm.model if serialise.needs_model(algorithm) else None
+        _read(content, str(path), model, self.algorithm if "algorithm" in algorithm else None)
         files.write(path, content)
 
     @classmethod
@@ -261,13 +237,10 @@ class Posterior:
             model: The network, where it is your own: code is never stored.
             algorithm: The algorithm with its network, where that is your own.
         """
-        path = Path(path)
         try:
-            content = path.read_bytes()
+            content = Path(path).read_bytes()
         except OSError as problem:
-            raise UserError(
-                f"{path} cannot be read ({problem.strerror}); give a file that fedbayes personalise or Posterior.save wrote"
-            ) from None
+            raise UserError(f"{path} cannot be read ({problem.strerror}); {GIVE}") from None
         return _read(content, str(path), model, algorithm)
 
     def _check(self) -> np.ndarray:
@@ -337,14 +310,12 @@ def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{where} is no safetensors file, or it is cut off or damaged; copy it again") from None
     if not isinstance(about, dict) or about.get("kind") != KIND:
-        raise UserError(f"{where} is not a personal model; give a file that fedbayes personalise or Posterior.save wrote")
+        raise UserError(f"{where} is not a personal model; {GIVE}")
     if about.get("schema") != SCHEMA:
         newer = not isinstance(about.get("schema"), int) or about["schema"] > SCHEMA
         advice = "update fedbayes" if newer else "make it again with fedbayes personalise"
-        raise UserError(
-            f"{where} has schema {about.get('schema')} (of fedbayes {about.get('fedbayes')}), but this version reads schema "
-            f"{SCHEMA}; {advice}"
-        )
+        there = f"schema {about.get('schema')} (of fedbayes {about.get('fedbayes')})"
+        raise UserError(f"{where} has {there}, but this version reads schema {SCHEMA}; {advice}")
     if about.pop("sha256", None) != files.digest(about, arrays):
         raise UserError(f"{where} does not match its checksum: some of its bytes were changed; copy it again or make it again")
     try:
@@ -353,10 +324,9 @@ def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork
         raise UserError(f"{where}: {problem}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise UserError(f"{where} lacks a part or holds a wrong one ({problem!r}); make it again") from None
-    if model is None and algorithm is None:
-        made_with = f"fedbayes {about['fedbayes']} with jax {about['jax']}"
-        reason = f"this version predicts other numbers than {made_with}, which wrote it; use that one"
-    else:
+    made_with = f"fedbayes {about['fedbayes']} with jax {about['jax']}"
+    reason = f"this version predicts other numbers than {made_with}, which wrote it; use that one"
+    if model is not None or algorithm is not None:
         reason = f"the {'model' if algorithm is None else 'algorithm'} that was given is not the one that it was made with"
     try:
         now, then = found._check(), arrays["check"]
@@ -367,29 +337,17 @@ def _read(content: bytes, where: str, model: Model | None, algorithm: AnyNetwork
     return found
 
 
-def _built(
-    about: dict[str, Any], arrays: dict[str, np.ndarray], model: Model | None, algorithm: AnyNetwork | None
-) -> Posterior:
+def _built(about: dict[str, Any], arrays: Any, model: Model | None, algorithm: AnyNetwork | None) -> Posterior:
     given = about["algorithm"]
     if "algorithm" in given and algorithm is None:
-        raise UserError(
-            f"its algorithm {given['algorithm']} is somebody's own code and not in the file; "
-            "load it in Python with Posterior.load(path, algorithm=…)"
-        )
+        advice = "load it in Python with Posterior.load(path, algorithm=…)"
+        raise UserError(f"its algorithm {given['algorithm']} is somebody's own code and not in the file; {advice}")
     if algorithm is None and model is not None and not serialise.needs_model(given):
         raise UserError("its network is in the file; leave model out")
     built = serialise.decode(given, model) if algorithm is None else algorithm
-    home, rows, key = type(built).__module__, about["rows"], about["key"]
-    return Posterior(
-        built,
-        serialise.unflatten(about["down"], arrays, home),
-        serialise.unflatten(about["local"], arrays, home),
-        jax.random.wrap_key_data(jnp.array(key["data"], jnp.uint32), impl=key["implementation"]),
-        RowSpec(
-            tuple(rows["shape"]),
-            None if rows["classes"] is None else tuple(rows["classes"]),
-            Layout.from_json(rows["layout"]),
-            tuple(rows.get("dtypes", RowSpec._field_defaults["dtypes"])),
-        ),
-        about["made"],
-    )
+    rows, classes = about["rows"], None if about["rows"]["classes"] is None else tuple(about["rows"]["classes"])
+    dtypes = tuple(rows.get("dtypes", RowSpec._field_defaults["dtypes"]))
+    spec = RowSpec(tuple(rows["shape"]), classes, Layout.from_json(rows["layout"]), dtypes)
+    down, local = (serialise.unflatten(about[name], arrays, type(built).__module__) for name in ("down", "local"))
+    key = jax.random.wrap_key_data(jnp.array(about["key"]["data"], jnp.uint32), impl=about["key"]["implementation"])
+    return Posterior(built, down, local, key, spec, about["made"])

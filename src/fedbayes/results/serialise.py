@@ -5,6 +5,7 @@ What is read is looked up in tables of this package: nothing in a file is run, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -28,8 +29,7 @@ from fedbayes.primitives.training import Training
 
 OPTIONS = {cls.__name__: cls for cls in (Training, ServerStep, Tempered, Bernoulli, Categorical, Normal, Poisson)}
 """Dataclasses beside the algorithms that a file may name."""
-MAKERS = {**NETWORKS, "in_units": in_units}
-"""Functions that make networks."""
+MAKERS = {**NETWORKS, "in_units": in_units}  # functions that make networks
 FUNCTIONS = {name: getattr(jax.nn, name) for name in ("relu", "gelu", "silu", "elu", "selu", "celu", "leaky_relu", "softplus")}
 FUNCTIONS |= {"sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "sin": jnp.sin}
 """Activations that a file may name."""
@@ -58,26 +58,22 @@ def encode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [encode(entry) for entry in value]}
     if isinstance(value, Model):
-        return _encode_model(value)
-    if type(value) in OPTIONS.values() or _registered(type(value)) is not None:
-        name = _registered(type(value)) or type(value).__name__
+        own, recipe = {"own": value.name}, value.recipe
+        try:
+            arguments = {} if recipe is None else {name: encode(one) for name, one in recipe.arguments.items()}
+        except Own:
+            return own
+        if recipe is None or any("own" in one for one in arguments.values() if isinstance(one, dict)):
+            return own
+        return {"network": recipe.maker, "arguments": arguments}
+    name = _registered(type(value)) or (type(value).__name__ if type(value) in OPTIONS.values() else None)
+    if name is not None:
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
         return {"class": name, "fields": fields}
     for name, function in FUNCTIONS.items():
         if value is function:
             return {"function": name}
     raise Own
-
-
-def _encode_model(model: Model) -> dict[str, Any]:
-    if model.recipe is not None:
-        try:
-            arguments = {name: encode(argument) for name, argument in model.recipe.arguments.items()}
-        except Own:
-            return {"own": model.name}
-        if not any("own" in argument for argument in arguments.values() if isinstance(argument, dict)):
-            return {"network": model.recipe.maker, "arguments": arguments}
-    return {"own": model.name}
 
 
 def decode(given: Any, model: Model | None = None) -> Any:
@@ -97,9 +93,9 @@ def decode(given: Any, model: Model | None = None) -> Any:
         return _known(FUNCTIONS, given["function"], "activation")
     if "own" in given:
         if model is None:
+            advice = "load it in Python with Posterior.load(path, model=…)"
             raise UserError(
-                f"it needs the network {given['own']!r}, which is somebody's own code and not in the file; "
-                "load it in Python with Posterior.load(path, model=…)"
+                f"it needs the network {given['own']!r}, which is somebody's own code and not in the file; {advice}"
             )
         return model
     if "network" in given:
@@ -182,10 +178,8 @@ MOVED = {"fedbayes.gaussian": "fedbayes.primitives.gaussian", "fedbayes.tempered
 def _named_tuple(module: str, name: str, home: str) -> Any:
     found, module = None, MOVED.get(module, module)
     if module.split(".")[0] == "fedbayes":
-        try:
+        with contextlib.suppress(ImportError):
             found = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            found = None
     elif home:
         found = getattr(sys.modules[home], name, None)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from fedbayes import __version__, wire
+from fedbayes import wire
 from fedbayes.algorithm import AnyNetwork, AnyStructured, NetworkAlgorithm, StructuredAlgorithm
 from fedbayes.data.clients import Clients
 from fedbayes.engine.clients import Simulation
@@ -20,8 +20,8 @@ from fedbayes.engine.round import round_count
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
 from fedbayes.results.fit import Fit
-from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe, describe_data, fingerprint
-from fedbayes.results.loop import listening, run_rounds
+from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe_data, fingerprint, identity
+from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.opened import keep
 from fedbayes.results.structured_fit import SiloFit, fit_silos
 
@@ -46,9 +46,9 @@ def simulate(algorithm: Any, data: Any, rounds: int | None = None, **options: An
     """
     if isinstance(algorithm, NetworkAlgorithm):
         if not isinstance(data, Clients):
+            given, title = type(data).__name__, algorithm.title
             raise UserError(
-                f"data is {type(data).__name__}, but it is Clients for {algorithm.title}, which trains a network; use SFVI, "
-                "SFVIAvg or PVI for silos"
+                f"data is {given}, but it is Clients for {title}, a network's method; SFVI, SFVIAvg and PVI fit silos"
             )
         return simulate_clients(algorithm, data, algorithm.default_rounds if rounds is None else rounds, **options)
     if not isinstance(algorithm, StructuredAlgorithm):
@@ -113,22 +113,10 @@ def simulate_clients(
     if not 0 <= average_last <= rounds:
         raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
     algorithm = algorithm.planned(rounds, **data.facts)
-    settings: dict[str, Any] = {
-        "fedbayes": __version__,
-        "algorithm": algorithm.title,
-        "options": describe(algorithm),
-        "rounds": rounds,
-        "cohort": cohort,
-        "seed": seed,
-        "dropout": dropout,
-        "evaluate_every": evaluate_every,
-        "average_last": average_last,
-        "modes": list(modes),
-        "data": describe_data(data),
-        "model": fingerprint(algorithm, data),
-        **(config or {}),
-    }
     check_modes(modes)
+    settings = identity(algorithm, rounds=rounds, cohort=cohort, seed=seed, dropout=dropout, evaluate_every=evaluate_every)
+    settings |= {"average_last": average_last, "modes": list(modes), "data": describe_data(data)}
+    settings |= {"model": fingerprint(algorithm, data), **(config or {})}
     # All that can be wrong is found before anything is written, and before a run that is there is removed.
     leaves = wire.manifest(algorithm, data.example)
     wire.check(leaves)
@@ -143,36 +131,24 @@ def simulate_clients(
                 result, evaluation = run.outcome(simulation)
                 return Fit.of(simulation, evaluation, result, history)
             run.tell(about([(simulation.cohort, leaves)], data))
+        listeners = listening(callbacks, settings)
+        record = recorder(history, run, listeners)
 
-        listeners = listening(callbacks)
-
-        def assessed() -> Evaluation:
+        def evaluated(round: int) -> Evaluation:
             started = time.perf_counter()
             evaluation = assess(simulation, modes)
             if run is not None:
-                run.time("evaluation", simulation.round, time.perf_counter() - started)
+                run.time("evaluation", round, time.perf_counter() - started)
+            record({"round": round, "evaluation": evaluation.summary()})
             return evaluation
 
-        def record(entry: dict[str, Any]) -> None:
-            history.append(entry)
-            if run is not None:
-                run.log(entry)
-            if "evaluation" in entry:
-                for one in listeners:
-                    one.evaluated(entry["round"], entry["evaluation"])
+        def after(round: int) -> None:
+            if ((evaluate_every and round % evaluate_every == 0) or round > rounds - average_last) and round < rounds:
+                evaluated(round)
 
-        def evaluate(round: int) -> None:
-            wanted = (evaluate_every and round % evaluate_every == 0) or round > rounds - average_last
-            if wanted and round < rounds:
-                record({"round": round, "evaluation": assessed().summary()})
-
-        for one in listeners:
-            one.started(settings)
-        run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=evaluate)
-        evaluation = assessed()
-        figures = evaluation.summary()
-        record({"round": rounds, "evaluation": figures})
-        result = {"schema": SCHEMA, **settings, "metrics": figures}
+        run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=after)
+        evaluation = evaluated(rounds)
+        result = {"schema": SCHEMA, **settings, "metrics": history[-1]["evaluation"]}
         if average_last:
             recent = [one["evaluation"] for one in history if "evaluation" in one and one["round"] > rounds - average_last]
             if len(recent) < average_last:
@@ -193,7 +169,5 @@ def check_reads(algorithm: AnyNetwork, data: Clients) -> None:
     try:
         jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0)), row)
     except (TypeError, ValueError) as problem:
-        raise UserError(
-            f"{model} cannot read rows of shape {data.shape} ({str(problem).splitlines()[0]}); make one for this data, "
-            'such as fb.network("mlp", clients)'
-        ) from problem
+        why, advice = str(problem).splitlines()[0], 'make one for this data, such as fb.network("mlp", clients)'
+        raise UserError(f"{model} cannot read rows of shape {data.shape} ({why}); {advice}") from problem

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbayes import __version__, files, trees, wire
+from fedbayes import files, trees, wire
 from fedbayes.algorithm import AnyStructured
 from fedbayes.engine import keys, silo_programs
 from fedbayes.engine.round import round_count
@@ -29,8 +29,8 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.folder import SCHEMA, SHARED, Run, about, describe
-from fedbayes.results.loop import listening, run_rounds
+from fedbayes.results.folder import SCHEMA, SHARED, Run, about, identity
+from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures
 from fedbayes.results.structured_text import HEADINGS, rows, table, verdict
 from fedbayes.sheets import listing
@@ -40,12 +40,9 @@ from fedbayes.wire import provenance
 if TYPE_CHECKING:
     import arviz as az
 
-CHECKPOINT = 10.0
-"""Seconds between checkpoints."""
-WINDOWS = 200
-"""Points of a run's curve of bounds."""
-LARGEST = 200
-"""Global latents up to which k̂ is part of the result."""
+CHECKPOINT = 10.0  # seconds between checkpoints
+WINDOWS = 200  # points of a run's curve of bounds
+LARGEST = 200  # global latents up to which k̂ is part of the result
 
 
 @dataclasses.dataclass
@@ -63,13 +60,7 @@ class SiloFit:
     """Silos that came later: q(Z_G) knows nothing of their data."""
 
     @classmethod
-    def of(
-        cls,
-        simulation: SiloSimulation,
-        result: dict[str, Any],
-        history: list[dict[str, Any]],
-        adapted: tuple[str, ...] = (),
-    ) -> SiloFit:
+    def of(cls, simulation: SiloSimulation, result: dict[str, Any], history: list[dict[str, Any]], *adapted: str) -> SiloFit:
         """The fit of a simulation as it stands now."""
         algorithm, state = simulation.algorithm, simulation.state
         return cls(algorithm, algorithm.shared(state), simulation.names, result, history, simulation, adapted)
@@ -133,7 +124,8 @@ class SiloFit:
 
         Also what the model would observe there (posterior_predictive), what was observed, and its log density.
         """
-        values, data = self._local(silo, draws, seed), self.simulation.data(silo)
+        data, parts = self.simulation.data(silo), self.simulation.parts[self.simulation.index(silo)]
+        values = self._predicted(silo, *parts, draws, seed, own=True)
         latents, seen = self._structured.local_latents(data), self._structured.observed_values(data)
         logs = {f"log {name}" for name in seen}
         groups = {
@@ -143,9 +135,6 @@ class SiloFit:
             "observed_data": seen,
         }
         return _inference_data(groups, latents)
-
-    def _local(self, silo: str, draws: int, seed: int) -> Values:
-        return self._predicted(silo, *self.simulation.parts[self.simulation.index(silo)], draws, seed, own=True)
 
     def _predicted(self, silo: str, form: trees.Form, arrays: Any, draws: int, seed: int, *, own: bool) -> Values:
         key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
@@ -175,7 +164,7 @@ class SiloFit:
         key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
         form, arrays = grown.parts[grown.index(name)]
         grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
-        return SiloFit.of(grown, self.result, self.history, (*self.adapted, name))
+        return SiloFit.of(grown, self.result, self.history, *self.adapted, name)
 
     def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
         """PSIS k̂ of q(Z_G); see `diagnose`."""
@@ -194,7 +183,8 @@ class SiloFit:
     def _weighed(self, draws: int, inner: int, seed: int) -> tuple[Float[Array, "s n"], Float[np.ndarray, " s"], float]:
         """Draws from q(Z_G), their Pareto-smoothed importance weights, and k̂."""
         z = _global_draws(self.shared.eta, draws, seed)
-        ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(jax.vmap(_log_q(self.shared.eta))(z))
+        log_q = jax.vmap(lambda one: gaussian.log_global(self.shared.eta, one))(z)
+        ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(log_q)
         if not np.isfinite(ratios).all():
             return z, np.eye(1, draws)[0], math.inf
         smoothed, khat = quietly("arviz").psislw(ratios.astype(float))
@@ -209,10 +199,8 @@ class SiloFit:
         total = silo_programs.log_populations(structured, self.shared.theta, z)
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
             if name not in self.adapted:
-                key = keys.fold(jax.random.key(seed), np.uint32(place))
-                total = total + silo_programs.evidence(
-                    family, structured, form, inner, key, self.shared, self._eta(name), arrays, z
-                )
+                given = (keys.fold(jax.random.key(seed), np.uint32(place)), self.shared, self._eta(name), arrays, z)
+                total = total + silo_programs.evidence(family, structured, form, inner, *given)
         return total
 
     def _eta(self, silo: str) -> variational.Locals:
@@ -248,9 +236,7 @@ def fit_silos(
     >>> bool(abs(fit.draws()["mean"].mean() - 0.5) < 0.05)
     True
     """
-    if rounds is None:
-        rounds = algorithm.rounds or algorithm.default_rounds
-    rounds = round_count(rounds)
+    rounds = round_count(algorithm.rounds or algorithm.default_rounds if rounds is None else rounds)
     algorithm = plan(algorithm, data, rounds)
     simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
     messages = []
@@ -261,18 +247,8 @@ def fit_silos(
         messages.append((len(group.places), leaves))
     if start is not None:
         _start_from(simulation, start)
-    settings: dict[str, Any] = {
-        "fedbayes": __version__,
-        "algorithm": algorithm.title,
-        "options": describe(algorithm),
-        "rounds": rounds,
-        "cohort": cohort,
-        "in_turn": in_turn,
-        "seed": seed,
-        "start": None if start is None else repr(start),
-        **_describe_silos(simulation),
-        **(config or {}),
-    }
+    settings = identity(algorithm, rounds=rounds, cohort=cohort, in_turn=in_turn, seed=seed, start=start and repr(start))
+    settings |= {**_describe_silos(simulation), **(config or {})}
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
     with run or contextlib.nullcontext():
         history: list[dict[str, Any]] = []
@@ -281,12 +257,8 @@ def fit_silos(
             history = run.restore(simulation)
             if not run.finished:
                 run.tell(about(messages))
-        listeners, saved = listening(callbacks), time.perf_counter()
-
-        def record(entry: dict[str, Any]) -> None:
-            history.append(entry)
-            if run is not None:
-                run.log(entry)
+        listeners = listening(callbacks, None if run is not None and run.finished else settings)
+        record, saved = recorder(history, run, listeners), time.perf_counter()
 
         def due(round: int) -> bool:
             nonlocal saved
@@ -295,9 +267,6 @@ def fit_silos(
             saved = time.perf_counter()
             return True
 
-        if run is None or not run.finished:
-            for one in listeners:
-                one.started(settings)
         run_rounds(simulation, rounds, record, run, listeners, window=max(1, rounds // WINDOWS), due=due)
         fit = SiloFit.of(simulation, settings, history)
         if run is not None and run.finished:
@@ -306,7 +275,9 @@ def fit_silos(
         began = time.perf_counter()
         fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
         if run is not None:
-            keep_shared(fit, run.folder)
+            arrays: dict[str, np.ndarray] = {}
+            form = serialise.flatten(fit.shared, "shared", arrays)
+            files.save(run.folder / SHARED, arrays, {"shared": form, "silos": list(fit.names)})
             write_pictures(fit, run.folder)
             fit.result["sha256"] = {"posterior.nc": files.sha256(run.folder / "posterior.nc")}
             run.time("posterior", simulation.round, time.perf_counter() - began)
@@ -314,13 +285,6 @@ def fit_silos(
         for one in listeners:
             one.finished(fit.result)
         return fit
-
-
-def keep_shared(fit: SiloFit, folder: Path) -> None:
-    """Write η_G and θ to a run's folder."""
-    arrays: dict[str, np.ndarray] = {}
-    form = serialise.flatten(fit.shared, "shared", arrays)
-    files.save(folder / SHARED, arrays, {"shared": form, "silos": list(fit.names)})
 
 
 def _figures(fit: SiloFit) -> dict[str, Any]:
@@ -332,13 +296,9 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
     small = fit.shared.eta.mean.size <= LARGEST and not _inseparable(fit.simulation)
     found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
-    last = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]
-    return {
-        "posterior": posterior,
-        "theta": theta,
-        "bound": float(np.mean(last)),
-        **{name: value if math.isfinite(value) else None for name, value in found.items()},
-    }
+    bound = float(np.mean([entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]))
+    known = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    return {"posterior": posterior, "theta": theta, "bound": bound, **known}
 
 
 def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
@@ -359,20 +319,19 @@ def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
 def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
     """Who the silos are, a digest of their data, and one of the model as a program."""
     structured = simulation.algorithm.structured
-    digest, programs = hashlib.sha256(), []
-    z = jnp.zeros(structured.size())
-    rows = {}
+    digest, programs, rows, z = hashlib.sha256(), [], {}, jnp.zeros(structured.size())
+
+    def log_joint(form: trees.Form, z: Any, z_L: Any, arrays: Any) -> Any:
+        return structured.log_population({}, z), structured.log_silo({}, z, z_L, trees.put_together(form, arrays))
+
     for name, (form, arrays) in zip(simulation.names, simulation.parts, strict=True):
         rows[name] = from_shapes(structured.rows, form, arrays)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
         plates, blocks = (from_shapes(what, form, arrays) for what in (structured.plates, structured.blocks))
         z_L = {plate: jnp.zeros((plates[plate].size, d)) for plate, (_, d) in blocks.items()}
-        programs.append(jax.make_jaxpr(functools.partial(_log_joint, structured, form))(z, z_L, arrays))
-    return {
-        "data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]},
-        "model": provenance.digest(*programs),
-    }
+        programs.append(jax.make_jaxpr(functools.partial(log_joint, form))(z, z_L, arrays))
+    return {"data": {"silos": rows, "fingerprint": digest.hexdigest()[:16]}, "model": provenance.digest(*programs)}
 
 
 def _inseparable(simulation: SiloSimulation) -> str:
@@ -381,18 +340,9 @@ def _inseparable(simulation: SiloSimulation) -> str:
     return next((why for data in firsts if (why := inseparable(structured, data))), "")
 
 
-def _log_joint(structured: Any, form: Any, z: Any, z_L: Any, arrays: Any) -> Any:
-    data = trees.put_together(form, arrays)
-    return structured.log_population({}, z), structured.log_silo({}, z, z_L, data)
-
-
 def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s n"]:
     noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
     return jax.vmap(lambda noise: gaussian.draw_global(q, noise))(noise)
-
-
-def _log_q(q: gaussian.Global) -> Callable[[Float[Array, " n"]], Float[Array, ""]]:
-    return lambda z: gaussian.log_global(q, z)
 
 
 def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
@@ -404,11 +354,7 @@ def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | N
         if latent.plate.name:
             names[value.ndim - 1 - latent.transform.codomain.event_dim + latent.plate.dim] = latent.plate.name
         dims[latent.name] = names
-    chains = {
-        group: {
-            name: np.asarray(value)[None] if group != "observed_data" else np.asarray(value) for name, value in sites.items()
-        }
-        for group, sites in groups.items()
-        if sites
-    }
-    return quietly("arviz").from_dict(dims=dims, **chains)
+    arrays = {group: {name: np.asarray(value) for name, value in sites.items()} for group, sites in groups.items() if sites}
+    for group in arrays.keys() - {"observed_data"}:
+        arrays[group] = {name: value[None] for name, value in arrays[group].items()}
+    return quietly("arviz").from_dict(dims=dims, **arrays)

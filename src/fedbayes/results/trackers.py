@@ -19,29 +19,13 @@ import types
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedbayes.errors import UserError
 from fedbayes.results.folder import flat
 from fedbayes.results.loop import Callback
 
 KINDS = ("tensorboard", "mlflow")
-
-
-class Writer(Protocol):
-    """Where one run is logged."""
-
-    def steps(self) -> dict[str, int]:
-        """The last step of each tag that is there."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers at a step; they are on the disk afterwards."""
-
-    def text(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep a config or a result."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
 
 
 class Tracker(Callback):
@@ -55,7 +39,7 @@ class Tracker(Callback):
 
     def __init__(self, kind: str, where: str, name: str | None = None) -> None:
         self.kind, self.where, self.name = kind, where, name
-        self.writer: Writer | None = None
+        self.writer: TensorBoard | MLflow | None = None
         self.last: dict[str, int] = {}
         _module(kind)  # what is missing is said before the run
 
@@ -67,9 +51,8 @@ class Tracker(Callback):
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
         data = config["data"].get("name", "silos")
         name = self.name or f"{config['algorithm']}-{data}-{config['seed']}".replace(" ", "-").lower()
-        make = TensorBoard if self.kind == "tensorboard" else MLflow
         with self._reporting():
-            self.writer = make(self.where, f"{name}-{digest}")
+            self.writer = (TensorBoard if self.kind == "tensorboard" else MLflow)(self.where, f"{name}-{digest}")
             self.last = self.writer.steps()
             if not self.last:
                 self.writer.text("config", config)
@@ -125,17 +108,17 @@ class TensorBoard:
         self.writer = _module("tensorboard").SummaryWriter(logdir=str(self.folder), filename_suffix=f".{earlier:04d}")
 
     def steps(self) -> dict[str, int]:
-        """From the event files."""
+        """The last step of each tag in the event files."""
         return self.there
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One event for each."""
+        """Log numbers at a step, one event for each; they are on the disk afterwards."""
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
 
     def text(self, name: str, content: Mapping[str, Any]) -> None:
-        """As a block of JSON."""
+        """Keep a config or a result as a block of JSON."""
         self.writer.add_text(name, "```json\n" + json.dumps(content, indent=2) + "\n```")
         self.writer.flush()
 
@@ -181,24 +164,22 @@ class MLflow:
             self.run = self.client.create_run(self.experiment, run_name=name, tags={"fedbayes.run": name}).info.run_id
 
     def _experiment(self) -> str:
-        found = self.client.get_experiment_by_name("fedbayes")
-        if found is not None:
+        if found := self.client.get_experiment_by_name("fedbayes"):
             return str(found.experiment_id)
         try:
             return str(self.client.create_experiment("fedbayes"))
-        except Exception:  # another process made it meanwhile
-            found = self.client.get_experiment_by_name("fedbayes")
-            if found is None:
-                raise
-            return str(found.experiment_id)
+        except Exception:
+            if found := self.client.get_experiment_by_name("fedbayes"):  # another process made it meanwhile
+                return str(found.experiment_id)
+            raise
 
     def steps(self) -> dict[str, int]:
-        """From the run's metrics."""
+        """The last step of each of the run's metrics."""
         tags = self.client.get_run(self.run).data.metrics
         return {tag: max(each.step for each in self.client.get_metric_history(self.run, tag)) for tag in tags}
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One call for all."""
+        """Log numbers at a step, with one call for all."""
         metric = import_module("mlflow.entities").Metric
         now = int(time.time() * 1000)
         self.client.log_batch(self.run, metrics=[metric(tag, value, now, step) for tag, value in values.items()])

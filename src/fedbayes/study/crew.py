@@ -37,10 +37,9 @@ from fedbayes.study.study import Job
 
 
 class Done(NamedTuple):
-    """How a run ended: who was unseen and whether the target is a number, or the sentence that says why it failed."""
+    """The end of a run: who was unseen, or the sentence that says why it failed."""
 
     unseen: list[bool] | None = None
-    numeric: bool = False
     failure: str | None = None
 
 
@@ -72,27 +71,13 @@ def _perform(task: Task, progress: Callable[[int], None]) -> Done:
     algorithm = override(default(job.algorithm, job.model), job.settings)
     network = algorithm.model.name
     built = dataclasses.replace(algorithm, model=build(algorithm.model, data, job.run.likelihood))
-    config: dict[str, Any] = {"network": network}
-    if job.validation is not None:
-        config["validation"] = job.validation
-    fit = simulate(
-        built,
-        data,
-        job.run.rounds,
-        seed=job.seed,
-        **job.run.keywords,
-        folder=folder,
-        resume=not task.force,
-        force=task.force,
-        callbacks=(
-            lambda simulation, _: progress(simulation.round),
-            *(tracker(spec, job.place) for spec in task.track),
-        ),
-        config=config,
-    )
+    config: dict[str, Any] = {"network": network, **({} if job.validation is None else {"validation": job.validation})}
+    keeps: dict[str, Any] = {"folder": folder, "resume": not task.force, "force": task.force, "config": config}
+    keeps["callbacks"] = (lambda simulation, _: progress(simulation.round), *(tracker(one, job.place) for one in task.track))
+    fit = simulate(built, data, job.run.rounds, seed=job.seed, **job.run.keywords, **keeps)
     if job.validation is None:
         files.write_json(folder / "command.json", {"run": as_run(job, algorithm)})
-    return Done([bool(one) for one in fit.evaluation.unseen], fit.evaluation.numeric)
+    return Done(fit.evaluation.unseen.tolist())
 
 
 def as_run(job: Job, algorithm: Any) -> list[str]:

@@ -87,12 +87,11 @@ def unbuilt(spec: str) -> Model:
 def build(model: Model, data: Clients, likelihood: str | None) -> Model:
     """The network of a spec such as `mlp`, `mlp:256,128` or `cnn` for this data."""
     name, _, sizes = model.name.partition(":")
-    options: dict[str, Any] = {}
-    if sizes:
-        if name != "mlp" or not all(size.isdigit() for size in sizes.split(",")):
-            raise UserError(f"the network {model.name!r} cannot be read; sizes are for mlp, such as mlp:256 or mlp:256,128")
-        options["hidden"] = tuple(int(size) for size in sizes.split(","))
-    return network(name, data, likelihood=likelihood, **options)
+    if not sizes:
+        return network(name, data, likelihood=likelihood)
+    if name != "mlp" or not all(size.isdigit() for size in sizes.split(",")):
+        raise UserError(f"the network {model.name!r} cannot be read; sizes are for mlp, such as mlp:256 or mlp:256,128")
+    return network(name, data, likelihood=likelihood, hidden=tuple(map(int, sizes.split(","))))
 
 
 def default(name: str, model: str = "mlp") -> Any:
@@ -110,9 +109,8 @@ def override(algorithm: Any, settings: Sequence[str]) -> Any:
         try:
             algorithm = _replace(algorithm, path.split("."), tuple(value) if isinstance(value, list) else value, setting)
         except TypeError:
-            raise UserError(
-                f"{setting!r}: {text!r} is not of the kind that {path} holds; see fedbayes run ALGORITHM --help"
-            ) from None
+            advice = "see fedbayes run ALGORITHM --help"
+            raise UserError(f"{setting!r}: {text!r} is not of the kind that {path} holds; {advice}") from None
     return algorithm
 
 
@@ -135,11 +133,11 @@ def _replace(config: Any, path: list[str], value: Any, setting: str) -> Any:
     inner = getattr(config, path[0])
     if len(path) > 1:
         value = _replace(inner, path[1:], value, setting)
-    elif dataclasses.is_dataclass(inner) and not isinstance(inner, Model):
-        names = ", ".join(field.name for field in dataclasses.fields(inner))
-        raise UserError(f"{setting!r} must say which part of {path[0]}: one of {names}")
     elif isinstance(inner, Model):
         value = unbuilt(str(value))
+    elif dataclasses.is_dataclass(inner):
+        names = ", ".join(field.name for field in dataclasses.fields(inner))
+        raise UserError(f"{setting!r} must say which part of {path[0]}: one of {names}")
     elif isinstance(inner, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     elif inner is None and isinstance(value, str):

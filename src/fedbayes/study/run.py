@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from fedbayes import files
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import Difference, best, differences, winners
-from fedbayes.results.folder import read_scores
+from fedbayes.results.folder import read_evaluation
 from fedbayes.study.crew import Done, Progress, Task, perform_all, usual_processes
 from fedbayes.study.study import Job, Study
 
@@ -52,19 +53,16 @@ class Outcome:
 
     def baseline(self, data: str) -> str | None:
         """What the others are compared with: the study's, or the first that has a result."""
-        there = list(self.results[data])
         named = self.study.baseline or next(iter(self.study.methods))
-        return named if named in there else None
+        return named if named in self.results[data] else None
 
     def differences(self, data: str) -> list[Difference]:
         """Of every method from the baseline."""
         runs, base = self.evaluations[data], self.baseline(data)
         if base is None:
             return []
-        crossed = self.crossed(data)
-        return [
-            one for name in runs if name != base for one in differences(name, runs[name], base, runs[base], crossed=crossed)
-        ]
+        others, crossed = (name for name in runs if name != base), self.crossed(data)
+        return [one for name in others for one in differences(name, runs[name], base, runs[base], crossed=crossed)]
 
     def winners(self, data: str, unit: str) -> set[tuple[str, str, str, str]]:
         """What is best beyond doubt: method, mode, group, figure."""
@@ -72,23 +70,15 @@ class Outcome:
 
     def missing(self, data: str) -> list[str]:
         """The runs on some data that have no result."""
-        there = self.results.get(data, {})
-        return [
-            f"{name} seed {seed}" for name in self.study.methods for seed in self.study.seeds if seed not in there.get(name, {})
-        ]
+        there, wanted = self.results.get(data, {}), itertools.product(self.study.methods, self.study.seeds)
+        return [f"{name} seed {seed}" for name, seed in wanted if seed not in there.get(name, {})]
 
 
 Bars = Callable[[Sequence[Job]], Any]
 
 
 def run_study(
-    study: Study,
-    out: Path,
-    processes: int | None,
-    bars: Bars,
-    *,
-    force: bool = False,
-    track: tuple[str, ...] = (),
+    study: Study, out: Path, processes: int | None, bars: Bars, *, force: bool = False, track: tuple[str, ...] = ()
 ) -> Outcome:
     """The search on validation rows, where there is one, then every run; what is finished in `out` is read, not repeated."""
 
@@ -124,12 +114,11 @@ def _same_rows(results: dict[str, Any]) -> None:
     """Refuse to compare methods that were run on other rows, as happens where a file changed between two calls."""
     for data, methods in results.items():
         rows: dict[int, str] = {}
-        for name, seeds in methods.items():
-            for seed, result in seeds.items():
-                if rows.setdefault(seed, result["data"]["fingerprint"]) != result["data"]["fingerprint"]:
-                    raise UserError(
-                        f"{name} seed {seed} has other rows of {data} than the methods before it; --force runs all anew"
-                    )
+        for name, seed, result in ((name, *each) for name, seeds in methods.items() for each in seeds.items()):
+            if rows.setdefault(seed, result["data"]["fingerprint"]) != result["data"]["fingerprint"]:
+                raise UserError(
+                    f"{name} seed {seed} has other rows of {data} than the methods before it; --force runs all anew"
+                )
 
 
 def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -> dict[tuple[str, str], Choice]:
@@ -162,7 +151,5 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
 
 def read_run(folder: Path, end: Done) -> tuple[dict[str, Any], Evaluation]:
     """The result and the clients' scores of a finished run."""
-    result, unseen = files.read_json(folder / "result.json", rounds=int, modes=list), np.array(end.unseen, bool)
-    return result, Evaluation(
-        result["rounds"], read_scores(folder, result["modes"], len(unseen), result["schema"]), unseen, end.numeric
-    )
+    result = files.read_json(folder / "result.json", rounds=int, modes=list, metrics=dict)
+    return result, read_evaluation(folder, result, np.array(end.unseen, bool))

@@ -27,8 +27,7 @@ from fedbayes.files import upgraded
 from fedbayes.study.options import DataOptions, RunOptions, default, override
 
 Grid = dict[str, list[Any]]
-FIGURES = sorted(HIGHER_IS_BETTER | LOWER_IS_BETTER)
-"""What a search may choose by."""
+FIGURES = sorted(HIGHER_IS_BETTER | LOWER_IS_BETTER)  # what a search may choose by
 NAME = re.compile(r"[\w.+-]+")
 
 
@@ -106,10 +105,8 @@ class Study:
                 try:
                     override(default(method.algorithm, self.model), (*method.settings, *settings))
                 except UserError as problem:
-                    raise UserError(
-                        f"the search cannot try {' '.join(settings)} for {name}: {problem}; give {name} a grid of "
-                        f"its own, [methods.{name}.grid], with as many tries as the others'"
-                    ) from None
+                    advice = f"give {name} a grid of its own, [methods.{name}.grid], with as many tries as the others'"
+                    raise UserError(f"the search cannot try {' '.join(settings)} for {name}: {problem}; {advice}") from None
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise UserError(f"the grids give different numbers of tries ({listed}), but every method gets the same number")
@@ -119,10 +116,8 @@ class Study:
     def tries(self, method: Method) -> list[tuple[str, ...]]:
         """The settings of each try."""
         grid = method.grid if method.grid is not None else self.search.grid if self.search is not None else {}
-        if not grid:
-            return []
         columns = [[setting(path, value) for value in values] for path, values in grid.items()]
-        return list(itertools.product(*columns))
+        return list(itertools.product(*columns)) if columns else []
 
     def place(self, data: str, name: str) -> str:
         """Where a run's folder is below the study's."""
@@ -148,16 +143,12 @@ class Study:
             for number, settings in enumerate(self.tries(self.methods[name]))
         ]
 
-    def _job(
-        self, place: str, data: str, name: str, seed: int, settings: tuple[str, ...], validation: float | None = None
-    ) -> Job:
+    def _job(self, place: str, data: str, name: str, seed: int, settings: Sequence[str], share: float | None = None) -> Job:
         method, options = self.methods[name], self.data[data]
-        if self.vary_data and validation is None:
+        if self.vary_data and share is None:
             options = dataclasses.replace(options, data_seed=seed)
-        given = (*method.settings, *settings)
-        return Job(
-            self.place(data, place), data, name, seed, method.algorithm, given, self.model, options, self.run, validation
-        )
+        given = (method.algorithm, (*method.settings, *settings), self.model, options, self.run, share)
+        return Job(self.place(data, place), data, name, seed, *given)
 
 
 EXAMPLES = {"methods": "fedavg", "data": "digits"}

@@ -81,12 +81,9 @@ def adapt_reads_labels(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> b
 def check(leaves: Sequence[Leaf]) -> None:
     """Refuse an algorithm that sends a leaf of `Local` or of the data as it is, whole or in parts."""
     for leaf in leaves:
-        private = [source for source in leaf.copies if source.split("/")[0] in PRIVATE]
-        if private:
-            raise UserError(
-                f"the upload {leaf.path!r} holds {', '.join(private)} as it is, which must not leave a client; "
-                "send a statistic of it, or declare it a part of the model"
-            )
+        if private := [source for source in leaf.copies if source.split("/")[0] in PRIVATE]:
+            problem = f"the upload {leaf.path!r} holds {', '.join(private)} as it is, which must not leave a client"
+            raise UserError(f"{problem}; send a statistic of it, or declare it a part of the model")
 
 
 def sources(leaf: Leaf) -> list[str]:

@@ -15,8 +15,7 @@ import safetensors.numpy
 from fedbayes import trees
 from fedbayes.errors import UserError
 
-PIECE = 2**20
-"""Bytes of a message that travel at a time."""
+PIECE = 2**20  # bytes of a message that travel at a time
 
 
 def pack(tree: Any, metadata: dict[str, Any] | None = None) -> bytes:
@@ -49,10 +48,9 @@ def assemble(arrays: Mapping[str, np.ndarray], template: Any, what: str, *, fini
     for path, leaf in expected.items():
         array = arrays[path]
         if array.shape != tuple(leaf.shape) or array.dtype != leaf.dtype:
-            raise UserError(
-                f"{what}: {path} is {array.dtype}{list(array.shape)} where {leaf.dtype}{list(leaf.shape)} is expected; "
-                "it was written for another network or data set"
-            )
+            found, wanted = (f"{one.dtype}{list(one.shape)}" for one in (array, leaf))
+            why = "it was written for another network or data set"
+            raise UserError(f"{what}: {path} is {found} where {wanted} is expected; {why}")
         if finite and np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
             raise UserError(f"{what}: {path} holds numbers that are not finite")
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[path] for path in expected])
