@@ -227,6 +227,7 @@ def test_one_trace_for_each_bucket(name, method, clients, monkeypatch):
 
     @dataclasses.dataclass(frozen=True)
     class Counted(NetworkAlgorithm[type(None), type(None), type(None), method.algorithm.up_type]):
+        model: object = dataclasses.field(init=False)
         inner: Algorithm
 
         def __getattribute__(self, method):
