@@ -37,8 +37,14 @@ from fedbayes.results.folder import Run
 from fedbayes.study.crew import Done
 from fedbayes.study.run import read_run
 
-FLIPS, CUTS = 200, 20
+FLIPS, CUTS = 40, 20
 ROUNDS = {"rounds": 4, "cohort": 3, "checkpoint_every": 2}
+
+
+@pytest.fixture(params=[40, pytest.param(200, marks=pytest.mark.slow)], autouse=True)
+def flips(request, monkeypatch):
+    """Bits that are flipped in a file: a few each time, and all over it in `make test-all`."""
+    monkeypatch.setattr(sys.modules[__name__], "FLIPS", request.param)
 
 
 # The common test: damage a file, read the folder, and compare with what was read before

@@ -82,7 +82,7 @@ GUESSES = {
 def _unknown(given: str, options: Sequence[str]) -> str:
     """What to say of an option that there is not; the group in front of its name need not be right.
 
-    >>> _unknown("--learning-rate=3", ["--rounds", "--train.lr", "--tune.lr"])
+    >>> _unknown("--learning-rate=3", ["--rounds", "--tune.lr", "--train.lr"])
     'there is no option --learning-rate; did you mean --train.lr or --tune.lr?'
     """
     if not given.startswith("-"):
@@ -95,6 +95,7 @@ def _unknown(given: str, options: Sequence[str]) -> str:
     found = [one for one in options if own[one] in wanted] or difflib.get_close_matches(option, options, n=1)
     # Of the same name in several groups, the group that was given.
     found = [one for one in found if one.rpartition(".")[0] == option.rpartition(".")[0]] or found
+    found = sorted(found, key=lambda one: not one.startswith("--train."))
     if "--set" in options and name in {field.name for field in dataclasses.fields(Training)}:
         found = [f"--set train.{name}=VALUE"]
     return f"there is no option {option};" + (f" did you mean {' or '.join(found)}?" if found else "")

@@ -57,7 +57,9 @@ class RowReader:
                 raise UserError(f"{path} has no array 'x': {nearest('x', names)}")
             return
         if not layout.columns:
-            raise UserError(f"the model's rows are arrays of shape {shape} without names; give them as x in an .npz file")
+            raise UserError(
+                f"the model's rows are arrays of shape {shape} without column names; give them as x in an .npz file"
+            )
         layout.absent(names, str(path))
         self.ignored = layout.ignored(names)
 
