@@ -118,6 +118,7 @@ class Simulation:
         self._bucket_of = np.zeros(len(data), np.int8)
         for number, bucket in enumerate(self.buckets):
             self._bucket_of[bucket.ids] = number
+        self._participants = data.participants
         self._ahead: tuple[int, list[Call]] | None = None
 
     def down(self) -> Any:
@@ -126,7 +127,7 @@ class Simulation:
 
     def chosen(self, round: int) -> np.ndarray:
         """The clients of a round: drawn without replacement from the participants, less those that drop out."""
-        return steps.take_part(self.seed, round, self.data.participants, self.cohort, dropout=self.dropout)
+        return steps.take_part(self.seed, round, self._participants, self.cohort, dropout=self.dropout)
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds, one after the other."""
@@ -136,17 +137,18 @@ class Simulation:
     def step(self) -> Round:
         """Run one round. If it diverges, raise `Diverged` and stay at the round before."""
         started, round = time.perf_counter(), self.round + 1
-        key, down = keys.of_round(self.seed, round), self.down()
+        key = keys.of_round(self.seed, round)
+        down = steps.broadcast(self.algorithm, key, self.state)
         ahead, self._ahead = self._ahead, None
         calls = ahead[1] if ahead is not None and ahead[0] == round else list(self._gather(self.chosen(round)))
         run = self._run_loop if self.backend == "loop" else self._run_vmap
         outcomes = [run(key, down, call, round) for call in calls]
         if self.backend == "vmap":
             self._ahead = (round + 1, list(self._gather(self.chosen(round + 1))))  # while the devices are busy
-        self._check(outcomes, calls, round)
         partial = functools.reduce(reduce.combine, [outcome.partial for outcome in outcomes])
         stacks = _restack([outcome.stacks for outcome in outcomes], [call.ids for call in calls])
         state, metrics, fine = steps.close(self.algorithm, key, self.state, down, partial, stacks)
+        self._check(outcomes, calls, round)  # waits for the devices, so it comes after all that they are given to do
         if not fine:
             raise Diverged(f"round {round}: the server's state is no longer finite although every upload was; {ADVICE}")
         for call, outcome in zip(calls, outcomes, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PRNGKeyArray
 
 BROADCAST, SERVER, LOCAL, ADAPT, PREDICT = (0xFFFFFFFF - offset for offset in range(5))
@@ -15,6 +16,11 @@ BROADCAST, SERVER, LOCAL, ADAPT, PREDICT = (0xFFFFFFFF - offset for offset in ra
 
 def of_round(seed: int, round: int) -> PRNGKeyArray:
     """The key that everything in a round is folded from."""
+    return _of_round(np.uint32(seed), np.uint32(round)) if seed < 2**31 else jax.random.fold_in(jax.random.key(seed), round)
+
+
+@jax.jit  # one call to the device in place of several: a small model's round takes as long as a few
+def _of_round(seed: Any, round: Any) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.key(seed), round)
 
 
