@@ -141,6 +141,23 @@ def test_a_finished_run_can_be_extended(model, clients, tmp_path):
     assert fb.open(tmp_path / "run").result["rounds"] == 5
 
 
+def test_a_run_that_cannot_be_extended_keeps_its_result(model, clients, tmp_path):
+    algorithm, folder = TABLE["fedper"](model), tmp_path / "run"
+    fb.simulate(algorithm, clients, rounds=2, folder=folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    path = folder / "checkpoint.safetensors"
+    damaged = bytearray(before[path])
+    damaged[-9] ^= 4
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match="does not match its checksum"):
+        fb.simulate(algorithm, clients, rounds=5, folder=folder, resume=True)
+    with pytest.raises(UserError, match=r"another rounds: 2 there, 5 here \(and 1 more settings differ\); resume"):
+        fb.simulate(algorithm, clients, rounds=5, seed=1, folder=folder, resume=True)
+    path.write_bytes(before[path])
+    assert {path: path.read_bytes() for path in before} == before
+    assert fb.open(folder).result["rounds"] == 2
+
+
 def test_a_run_whose_schedule_depends_on_its_length_is_not_extended(model, clients, tmp_path):
     train = fb.Training(lr=0.1, decay_at=(0.5,))
     fb.simulate(fb.FedAvg(model, train=train), clients, rounds=2, folder=tmp_path / "run")

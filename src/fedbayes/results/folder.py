@@ -90,7 +90,7 @@ class Run:
             return
         if resume:
             self._same_config()
-        self.finished = (self.folder / "result.json").exists()
+        self.finished = (self.folder / "result.json").exists() and not self.extended
         if not resume:
             state, hint = ("a finished run", "") if self.finished else ("an unfinished run", "--resume continues it, ")
             raise UserError(f"{self.folder} holds {state}; {hint}--force starts over, or choose another folder")
@@ -126,12 +126,10 @@ class Run:
         if different == ["rounds"] and now["rounds"] > before["rounds"] and not now.get("average_last"):
             self.hold()
             self.extended = before["rounds"]
-            for name in ("result.json", "scores.safetensors", SHARED, "report.html"):
-                (self.folder / name).unlink(missing_ok=True)
-            files.write_json(self.folder / "config.json", self.config)
         elif different:
             name, others = different[0], f" (and {len(different) - 1} more settings differ)" if len(different) > 1 else ""
-            why = "; it depends on the number of rounds, so this run cannot be extended" if "rounds" in different else ""
+            scheduled = len(different) > 1 and all(one.rpartition(".")[2] == "rounds" for one in different)
+            why = "; it depends on the number of rounds, so this run cannot be extended" if scheduled else ""
             raise UserError(
                 f"{self.folder} is a run with another {name}: {_short(before.get(name))} there, {_short(now.get(name))} "
                 f"here{others}{why}; resume it with its own settings, or choose another folder"
@@ -171,6 +169,11 @@ class Run:
         state, metadata = files.load(path, jax.device_get(simulation.state), "the checkpoint", AGAIN)
         simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.restore(simulation.round, metadata["local"])
+        if self.extended:  # only now, as a run whose checkpoint is damaged keeps its result
+            with files.writing(self.folder):
+                for name in ("result.json", "scores.safetensors", SHARED, "report.html"):
+                    (self.folder / name).unlink(missing_ok=True)
+            files.write_json(self.folder / "config.json", self.config)
         if self.finished:
             return read_history(self.folder, self.config)
         history, damaged = files.read_lines(path := self.folder / "metrics.jsonl")
