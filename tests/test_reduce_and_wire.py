@@ -49,11 +49,16 @@ def test_streaming_gives_what_one_sum_gives():
     assert_close(reduce.combine(one, rest), whole, 1e-5)
 
 
-def test_a_sum_in_place_is_the_same_sum():
+def test_a_sum_in_place_is_the_same_sum(monkeypatch):
     here = reduce.empty(part(UPS, 0))
     for place in range(4):
         before, here = here, accumulate(here, jax.device_get(part(UPS, place)))
         assert before.weight.is_deleted()  # its memory is used again
+    on_host = jax.tree.map(np.array, reduce.empty(part(UPS, 0)))
+    monkeypatch.setattr(reduce, "BLOCK", 2)
+    for place in range(4):
+        reduce.add_here(on_host, jax.device_get(part(UPS, place)))
+    assert_close(on_host, here, 1e-6)
     assert_close(here, reduce.add(reduce.empty(part(UPS, 0)), UPS, PRESENT), 1e-6)
 
 

@@ -158,7 +158,8 @@ class Coordinator:
                 if number not in present or number in answered:
                     raise Refused("an answer that nobody asked for")
                 up, largest = self._accept(reply, round, largest)
-                partial = steps.accumulate(reduce.empty(self.experiment.up) if partial is None else partial, up)
+                partial = jax.tree.map(np.array, reduce.empty(self.experiment.up)) if partial is None else partial
+                reduce.add_here(partial, up)
             except UserError as problem:
                 log.warning("round %d: the answer of site %d is refused: %s", round, number, problem)
                 continue

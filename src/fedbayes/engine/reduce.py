@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedbayes import trees
 from fedbayes.algorithm import Reduce, declared
+
+BLOCK = 2**16  # numbers that `add_here` adds at a time
 
 
 class Partial(NamedTuple):
@@ -52,6 +55,17 @@ def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partia
         total = jax.tree.map(lambda leaf, w=chosen: weighted_sum(w, leaf), getattr(ups, field))
         sums[field] = jax.tree.map(jnp.add, partial.sums[field], total)
     return Partial(sums, partial.weight + jnp.sum(weights))
+
+
+def add_here(partial: Partial, up: Any) -> None:
+    """`add` of one upload to sums in the host's memory, in place, block by block: a large one is never there a second time."""
+    kinds, weight = declared(type(up)), np.float32(getattr(up, "weight", 1.0))
+    for field, sums in partial.sums.items():
+        for total, leaf in zip(jax.tree.leaves(sums), jax.tree.leaves(getattr(up, field)), strict=True):
+            times = weight.astype(total.dtype) if kinds[field] is Reduce.MEAN else total.dtype.type(1)
+            for start in range(0, total.size, BLOCK):
+                total.reshape(-1)[start : start + BLOCK] += times * np.reshape(leaf, -1)[start : start + BLOCK]
+    partial.weight[...] += weight
 
 
 def combine(one: Partial, other: Partial) -> Partial:
