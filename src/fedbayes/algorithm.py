@@ -59,7 +59,7 @@ UpT = TypeVar("UpT")
 D = TypeVar("D")
 
 FACTS = ("rounds", "clients", "rows", "silos", "form")
-"""What is known of a run before it: its rounds, how many clients or silos may train, all their rows, and the form of a silo's
+"""Facts known before a run: its rounds, how many clients or silos may train, all their rows, and the form of a silo's
 data."""
 
 
@@ -188,7 +188,7 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the draws of `predict` are parameters of."""
+        """The likelihood whose parameters `predict` draws."""
         return self.model.likelihood
 
     @abc.abstractmethod
@@ -220,7 +220,7 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     form: Form | None = fact("form")
     """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
     starts_anywhere: ClassVar[bool] = False
-    """Whether a run may start from the fit of another method."""
+    """True where a run may start from the fit of another method."""
 
     @property
     def structured(self) -> Structured:

@@ -14,9 +14,9 @@ class Entry(NamedTuple):
     cls: str
     """The class in that module."""
     kind: str
-    """What it runs over: `clients` for a network and rows (`fedbayes run`), `silos` for a NumPyro model (`fedbayes fit`)."""
+    """The kind of data: `clients` for a network and rows (`fedbayes run`), `silos` for a NumPyro model (`fedbayes fit`)."""
     summary: str
-    """What it does, for `fedbayes list`."""
+    """One line for `fedbayes list`."""
     shared: str
     """What is learnt together."""
     local: str
