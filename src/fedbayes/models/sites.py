@@ -177,6 +177,17 @@ def on_real_line(latents: list[Latent], z: dict[str, Float[Array, "blocks width"
     return found
 
 
+def in_blocks(latents: list[Latent], real: Values) -> dict[str, Float[Array, "blocks width"]]:
+    """Latents on the real line, in the shapes of their sites, as blocks by plate: the inverse of `on_real_line`."""
+    found: dict[str, list[Array]] = {}
+    for latent in latents:
+        value = jnp.reshape(real[latent.name], latent.shape)
+        if latent.plate != NO_PLATE:
+            value = jnp.moveaxis(value, len(latent.shape) - latent.transform.domain.event_dim + latent.plate.dim, 0)
+        found.setdefault(latent.plate.name, []).append(value.reshape(latent.plate.size, -1))
+    return {plate: jnp.concatenate(parts, axis=1) for plate, parts in found.items()}
+
+
 def jacobian(site: Any, real: Array) -> Array:
     """The log-Jacobian of a latent's bijection, with the site's batch shape."""
     return biject_to(site["fn"].support).log_abs_det_jacobian(real, site["value"])

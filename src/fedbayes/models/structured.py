@@ -27,6 +27,7 @@ from fedbayes.models.sites import (
     Plate,
     Values,
     by_block,
+    in_blocks,
     jacobian,
     latents_of,
     log_prob,
@@ -171,6 +172,17 @@ class Structured:
         with other_peoples_code():
             real = [biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in self.global_latents()]
             return jnp.concatenate([jnp.ravel(part) for part in real]) if real else jnp.zeros(0)
+
+    def prior_local(
+        self, key: PRNGKeyArray, theta: Values, z_global: Float[Array, " n_G"], data: Any
+    ) -> dict[str, Float[Array, "blocks width"]]:
+        """Z_L drawn from p_θ(Z_L | Z_G), every element of each plate."""
+        everyone = self.everyone(data)
+        latents = self.local_latents(data, everyone)
+        sites = self._of_silo(data, theta, z_global, known=everyone, key=key)
+        with other_peoples_code():
+            real = {name: biject_to(sites[name]["fn"].support).inv(sites[name]["value"]) for name, *_ in latents}
+        return in_blocks(latents, real)
 
     def log_population(self, theta: Values, z: Float[Array, " n_G"]) -> Float[Array, ""]:
         """log p_θ(Z_G), with the log-Jacobian of the global bijections: the server's own term."""

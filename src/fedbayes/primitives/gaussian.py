@@ -85,10 +85,14 @@ def log_local(q: Local, z: Float[Array, "blocks d"], offset: Float[Array, " n"])
     return -0.5 * jnp.sum(noise**2, axis=1) - jnp.sum(log_scale, axis=1) - z.shape[1] * math.log(2 * math.pi) / 2
 
 
+def root(q: Global) -> Float[Array, "n n"]:
+    """σ_G ⊙ L_G, the Cholesky root of Σ_GG."""
+    return jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
+
+
 def covariance(q: Global) -> Float[Array, "n n"]:
     """Σ_GG."""
-    root = jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
-    return root @ root.T
+    return root(q) @ root(q).T
 
 
 def recentre(q: Local, shift: Float[Array, " n"]) -> Local:
@@ -106,15 +110,18 @@ class Natural(NamedTuple):
 
 def natural(q: Global) -> Natural:
     """q(Z_G) in natural parameters."""
-    root = jnp.exp(q.log_scale)[:, None] * (jnp.eye(q.mean.size) if q.lower is None else _unit(q.lower))
-    inverse = jax.scipy.linalg.solve_triangular(root, jnp.eye(q.mean.size), lower=True)
+    inverse = jax.scipy.linalg.solve_triangular(root(q), jnp.eye(q.mean.size), lower=True)
     precision = inverse.T @ inverse
     return Natural(precision @ q.mean, precision)
 
 
 def from_moments(mean: Float[Array, " n"], covariance: Float[Array, "n n"]) -> Global:
     """N(mean, covariance), with a full covariance."""
-    root = jnp.linalg.cholesky(covariance)
+    return from_root(mean, jnp.linalg.cholesky(covariance))
+
+
+def from_root(mean: Float[Array, " n"], root: Float[Array, "n n"]) -> Global:
+    """The Gaussian with this mean and this Cholesky root of its covariance."""
     scale = jnp.diagonal(root)
     return Global(mean, jnp.log(scale), jnp.tril(root / scale[:, None], -1))
 

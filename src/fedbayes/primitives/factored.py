@@ -1,0 +1,138 @@
+"""What PVI and EP share: q(Z_G) as a product of a Gaussian factor for the prior and one for each silo.
+
+    q(Z_G) = t_0(Z_G) Π_j t_j(Z_G);    silo: cavity q / t_j, a Gaussian q_j, Δ_j = (q_j / q)^ρ;    server: q ← q Π_j Δ_j
+
+Factors are kept in standardised coordinates u with Z_G = μ + L u, where q = N(μ, L Lᵀ) is N(0, I). Raw units, collinear
+coefficients and wide priors then cost no digits in single precision. When q moves, a factor is written anew.
+
+A factor may have a negative precision, q may not: the server takes 1, ½, ¼ … of a round's change, whichever is the first
+that leaves q proper, and says so with the next broadcast, so that the silos' factors and q stay one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fedbayes.errors import UserError
+from fedbayes.models.structured import Structured
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.gaussian import Global, Natural
+
+HALVINGS = 10
+DRAWS = 512
+"""Draws for the moments of the prior, in pairs ± u."""
+
+
+def flat(n: int) -> Natural:
+    """The factor 1."""
+    return Natural(jnp.zeros(n), jnp.zeros((n, n)))
+
+
+def standard(n: int) -> Natural:
+    """N(0, I): q in its own coordinates."""
+    return Natural(jnp.zeros(n), jnp.eye(n))
+
+
+def times(one: Natural, other: Natural) -> Natural:
+    """The product of two factors."""
+    return jax.tree.map(jnp.add, one, other)
+
+
+def power(factor: Natural, exponent: Float[Array, ""] | float) -> Natural:
+    """A power of a factor."""
+    return jax.tree.map(lambda leaf: leaf * exponent, factor)
+
+
+def over(one: Natural, other: Natural) -> Natural:
+    """The quotient of two factors."""
+    return jax.tree.map(jnp.subtract, one, other)
+
+
+def rewritten(factor: Natural, old: Global, new: Global) -> Natural:
+    """A factor in the coordinates of q = `old`, written in those of `new`."""
+    root = gaussian.root(old)
+    T = jax.scipy.linalg.solve_triangular(root, gaussian.root(new), lower=True)
+    a = jax.scipy.linalg.solve_triangular(root, new.mean - old.mean, lower=True)
+    precision = T.T @ factor.precision @ T
+    return Natural(T.T @ (factor.shift - factor.precision @ a), (precision + precision.T) / 2)
+
+
+def standardised(q: Global, z: Float[Array, " n"]) -> Float[Array, " n"]:
+    """u of a Z_G."""
+    return jax.scipy.linalg.solve_triangular(gaussian.root(q), z - q.mean, lower=True)
+
+
+def multiplied(q: Global, change: Natural) -> Global:
+    """q times a factor in q's coordinates."""
+    by = gaussian.from_natural(times(standard(q.mean.size), change))
+    root = gaussian.root(q)
+    return gaussian.from_root(q.mean + root @ by.mean, root @ gaussian.root(by))
+
+
+def proper_part(q: Natural, change: Natural) -> Float[Array, ""]:
+    """The first of 1, ½, ¼ … 0 for which q · change^part has a covariance."""
+    parts = jnp.asarray([*(0.5**power for power in range(HALVINGS)), 0.0])
+    roots = jax.vmap(lambda part: jnp.linalg.cholesky(times(q, power(change, part)).precision))(parts)
+    # Not just positive: a precision that falls to nothing in one round is noise.
+    large = jax.vmap(lambda root: jnp.min(jnp.diagonal(root), initial=1.0) > 0.1)(roots)
+    return parts[jnp.argmax(jnp.isfinite(roots).all(axis=(1, 2)) & large | (parts == 0))]
+
+
+def cavity(factor: Natural, floor: float = 1e-6) -> Natural:
+    """q / t_j in q's coordinates; where others leave no information, or less, it is nearly flat."""
+    left = over(standard(factor.shift.size), factor)
+    values, vectors = jnp.linalg.eigh(left.precision)
+    return Natural(left.shift, vectors * jnp.maximum(values, floor)[None, :] @ vectors.T)
+
+
+def prior_start(structured: Structured, key: PRNGKeyArray) -> tuple[Global, Natural]:
+    """q at the prior's moments, and t_0 = q in its coordinates."""
+    try:
+        z = jax.vmap(structured.prior_draw)(jax.random.split(key, 20 * DRAWS))
+    except NotImplementedError:
+        names = ", ".join(latent.name for latent in structured.global_latents())
+        advice = "give each a proper one, such as Normal(0, 100)"
+        raise UserError(f"a latent of population ({names}) has an improper prior, of which nothing can be drawn; {advice}") from None
+    low, high = jnp.quantile(z, 0.005, axis=0), jnp.quantile(z, 0.995, axis=0)  # a Cauchy has no moments
+    z = jnp.clip(z, low, high)
+    q = gaussian.from_moments(jnp.mean(z, axis=0), jnp.atleast_2d(jnp.cov(z, rowvar=False)))
+    t_0 = standard(q.mean.size)
+    for number in range(3):  # for a Gaussian prior, one makes it exact
+        q, t_0 = prior_step(structured, jax.random.fold_in(key, number), q, t_0)
+    return q, t_0
+
+
+def prior_step(
+    structured: Structured, key: PRNGKeyArray, q: Global, t_0: Natural, *, matched: bool = True
+) -> tuple[Global, Natural]:
+    """q and t_0 after an update of the prior's factor: the prior itself where it is Gaussian.
+
+    With w = p(Z_G) / t_0(Z_G) and expectations under q: EP matches the moments of q w, which are, in q's coordinates,
+
+        mean E_w ∇ log w,     covariance I + E_w (∇² log w + ∇ log w ∇ log wᵀ) − mean meanᵀ,
+
+    where E_w weighs by w. Without `matched` (PVI) the factor is the second-order expansion of log p, averaged over q.
+    """
+    half = jax.random.normal(key, (DRAWS // 2, q.mean.size))
+    u = jnp.concatenate([half, -half])
+    log_p = lambda u: structured.log_population({}, gaussian.draw_global(q, u))  # noqa: E731
+    log_w = lambda u: log_p(u) - gaussian.log_factor(t_0, u)  # noqa: E731
+    g, H = jax.vmap(jax.grad(log_w))(u), jax.vmap(jax.hessian(log_w))(u)
+    n = q.mean.size
+    if matched:
+        weights = jax.nn.softmax(jax.vmap(log_w)(u))
+        mean = weights @ g
+        covariance = jnp.eye(n) + jnp.einsum("s,sij->ij", weights, H + g[:, :, None] * g[:, None, :]) - jnp.outer(mean, mean)
+        values, vectors = jnp.linalg.eigh((covariance + covariance.T) / 2)
+        precision = vectors / jnp.clip(values, 0.1, 10.0)[None, :] @ vectors.T
+        change = over(Natural(precision @ mean, precision), standard(n))
+    else:
+        precision = -jnp.mean(H, axis=0)
+        change = Natural(jnp.mean(g, axis=0), precision)
+    change = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf).all(), leaf, 0.0), change)
+    change = power(change, proper_part(standard(n), change))
+    new = multiplied(q, change)
+    return new, rewritten(times(t_0, change), q, new)

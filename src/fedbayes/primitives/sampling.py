@@ -1,0 +1,261 @@
+"""NUTS in a silo: several chains side by side that keep their place, step size and scales from round to round.
+
+NumPyro's kernel is compiled once for a form of data. Chains share one step size (dual averaging) and one mass matrix, both
+from all chains together: dense for Z_G, diagonal for Z_L. The first call warms up in windows as Stan does, later ones only
+settle the step size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from numpyro.infer.hmc import hmc
+from numpyro.infer.hmc_util import dual_averaging
+
+from fedbayes.primitives.gaussian import Natural
+
+WINDOWS = ((30, 20, 30, 60, 40), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
+"""Steps of the windows of a warm-up: the first, the second, the third, and all later ones."""
+LEARNS_MASS = (False, True, True, True, False)
+"""Whether the mass matrix is computed anew after a window."""
+DEPTH = (6, 10)
+"""Doublings of a trajectory, at most: while warming up, and of a draw."""
+ACCEPT = 0.85
+BATCHES = 5
+"""Parts of a chain, for the jackknife and for effective sizes."""
+
+Locals = dict[str, Any]
+Log = Callable[[Float[Array, " n"], Locals], Float[Array, ""]]
+
+
+class Chains(NamedTuple):
+    """What a silo keeps of its chains: places, step size, and the variance of each local latent."""
+
+    u: Float[Array, "c n"]
+    z_L: dict[str, Float[Array, "c blocks d"]]
+    step_size: Float[Array, ""]
+    variance: dict[str, Float[Array, "blocks d"]]
+
+
+class Draws(NamedTuple):
+    """Draws of Z_G and Z_L, the gradient of the log density with respect to Z_G, and which transitions diverged.
+
+    The first `count` of each chain are draws; the rest is empty.
+    """
+
+    u: Float[Array, "c s n"]
+    z_L: dict[str, Float[Array, "c s blocks d"]]
+    gradient: Float[Array, "c s n"]
+    diverging: Bool[Array, "c s"]
+    moving: Float[Array, ""]
+    """The share of transitions that moved."""
+    count: Int[Array, ""]
+
+
+class _Mass(NamedTuple):
+    inverse: dict[tuple[str, ...], Array]
+    root: dict[tuple[str, ...], Array]
+
+
+def nuts(
+    log_density: Log, key: PRNGKeyArray, start: Chains, visits: Int[Array, ""], count: Int[Array, ""], most: int
+) -> tuple[Draws, Chains]:
+    """`count` draws a chain, `most` at most, of a density over Z_G (standardised, so that its covariance is near I) and Z_L.
+
+    Args:
+        log_density: Of (Z_G, Z_L), up to a constant.
+        key: Of all that is random.
+        start: The chains as they are.
+        visits: How often they have run before: at first they warm up in full.
+        count: Draws to take.
+        most: The room that is made for them.
+    """
+    chains, n = start.u.shape
+    names = tuple(sorted(start.z_L))
+    z = {"G": start.u, **{f"L{name}": start.z_L[name] for name in names}}
+    blocks = [("G",)] + ([tuple(f"L{name}" for name in names)] if names else [])
+
+    def potential(z: dict[str, Array]) -> Float[Array, ""]:
+        return -log_density(z["G"], {name: z[f"L{name}"] for name in names})
+
+    init, step = hmc(potential)
+    variance = jnp.concatenate([jnp.ravel(start.variance[name]) for name in names]) if names else jnp.zeros(0)
+    scales = (jnp.eye(n), variance)
+    one = lambda z, key: init(  # noqa: E731
+        z, 1, adapt_step_size=False, adapt_mass_matrix=False, dense_mass=[("G",)], max_tree_depth=DEPTH, rng_key=key
+    )
+    state = jax.vmap(one)(z, jax.random.split(key, chains))
+    adapt = jax.tree.map(lambda leaf: leaf[0], state.adapt_state)
+    ss_init, ss_update = dual_averaging()
+
+    def move(state: Any, step_size: Any, mass: _Mass, drawing: Any) -> Any:
+        def each(one: Any) -> Any:
+            used = adapt._replace(step_size=step_size, inverse_mass_matrix=mass.inverse, mass_matrix_sqrt=mass.root)
+            after = step(one._replace(adapt_state=used, i=drawing.astype(int)))  # NumPyro's counter chooses the depth
+            return after._replace(adapt_state=None, i=None)
+
+        return jax.vmap(each)(state)
+
+    def flat(z: dict[str, Array]) -> Float[Array, "c d"]:
+        return jnp.concatenate([z[f"L{name}"].reshape(chains, -1) for name in names], axis=1) if names else jnp.zeros((chains, 0))
+
+    # One loop over windows around one loop over steps, so that the kernel is compiled once. The last window draws.
+    last = len(LEARNS_MASS)
+    lengths = jnp.append(jnp.array(WINDOWS)[jnp.minimum(visits, len(WINDOWS) - 1)], count)
+    learns = jnp.append(jnp.array(LEARNS_MASS), False) & (lengths > 0)
+    room = {name: jnp.zeros((chains, most, *leaf.shape[1:])) for name, leaf in z.items()}
+    store = (room, jnp.zeros((chains, most, n)), jnp.zeros((chains, most), bool), jnp.zeros(()))
+
+    def window(number: Any, carry: Any) -> Any:
+        state, (scales, step_size), store = carry
+        mass = _mass(blocks, *scales)
+        sums = (jnp.zeros(n), jnp.zeros((n, n)), jnp.zeros(variance.size), jnp.zeros(variance.size))
+        origin = (jnp.mean(state.z["G"], axis=0), jnp.mean(flat(state.z), axis=0))
+
+        def one_step(i: Any, carry: Any) -> Any:
+            state, average, sums, store = carry
+            used = jnp.where(number == last, step_size, jnp.exp(average[0]))
+            before = state.potential_energy
+            state = move(state, used, mass, number == last)
+            average = ss_update(ACCEPT - jnp.mean(state.accept_prob), average)
+            g, l = state.z["G"] - origin[0], flat(state.z) - origin[1]  # noqa: E741
+            more = (jnp.sum(g, axis=0), g.T @ g, jnp.sum(l, axis=0), jnp.sum(l**2, axis=0))
+            room, gradients, diverging, moved = store
+            place = jnp.where(number == last, i, most)  # beyond the room, where nothing is written
+            room = {name: leaf.at[:, place].set(state.z[name], mode="drop") for name, leaf in room.items()}
+            gradients = gradients.at[:, place].set(-state.z_grad["G"], mode="drop")
+            diverging = diverging.at[:, place].set(state.diverging, mode="drop")
+            moved = moved + jnp.where(number == last, jnp.mean(state.potential_energy != before), 0.0)
+            return state, average, jax.tree.map(jnp.add, sums, more), (room, gradients, diverging, moved)
+
+        begin = (state, ss_init(jnp.log(10 * step_size)), sums, store)
+        # Dual averaging starts above the step size at hand; at the first step it is the step size itself.
+        begin = (begin[0], (jnp.log(step_size), *begin[1][1:]), *begin[2:])
+        state, average, sums, store = jax.lax.fori_loop(0, lengths[number], one_step, begin)
+        learnt = learns[number]
+        total = jnp.maximum(lengths[number] * chains, 2)
+        mean_G, mean_L = sums[0] / total, sums[2] / total
+        covariance = sums[1] / total - jnp.outer(mean_G, mean_G)
+        found = (covariance, jnp.maximum(sums[3] / total - mean_L**2, 0.0))
+        share = total / (total + 5.0 + n)  # of few draws some of the old scale is kept
+        scales = jax.tree.map(lambda new, old: jnp.where(learnt, share * new + (1 - share) * old, old), found, scales)
+        adapted = (lengths[number] > 0) & (number < last)
+        settled = jnp.where(learnt, jnp.exp(average[0]), jnp.exp(average[1]))
+        step_size = jnp.where(adapted, jnp.clip(settled, 1e-6, 10.0), step_size)
+        return state, (scales, step_size), store
+
+    begin = (state._replace(adapt_state=None, i=None), (scales, start.step_size), store)
+    state, (_, step_size), store = jax.lax.fori_loop(0, last + 1, window, begin)
+    room, gradients, diverging, moved = store
+    draws = Draws(
+        room["G"], {name: room[f"L{name}"] for name in names}, gradients, diverging, moved / jnp.maximum(count, 1), count
+    )
+    kept = draw_mask(draws)
+    variance_L = {name: _variance(value, kept) for name, value in draws.z_L.items()}
+    return draws, Chains(state.z["G"], {name: state.z[f"L{name}"] for name in names}, step_size, variance_L)
+
+
+def _mass(blocks: list[tuple[str, ...]], covariance: Float[Array, "n n"], variance: Float[Array, " d"]) -> _Mass:
+    root = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(covariance), jnp.eye(len(covariance)), lower=True).T
+    inverse, roots = {blocks[0]: covariance}, {blocks[0]: root}
+    if len(blocks) > 1:
+        inverse[blocks[1]], roots[blocks[1]] = variance, 1 / jnp.sqrt(variance)
+    return _Mass(inverse, roots)
+
+
+def draw_mask(draws: Draws) -> Bool[Array, " s"]:
+    """Which of the places hold draws."""
+    return jnp.arange(draws.u.shape[1]) < draws.count
+
+
+def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[Array, " *d"]:
+    weight = kept.reshape((1, -1) + (1,) * (value.ndim - 2))
+    total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2)
+    mean = jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total
+    return jnp.maximum(jnp.sum(jnp.where(weight, (value - mean) ** 2, 0.0), axis=(0, 1)) / total, 1e-10)
+
+
+class Moments(NamedTuple):
+    """Sums over draws, from which mean and covariance follow."""
+
+    count: Float[Array, ""]
+    u: Float[Array, " n"]
+    g: Float[Array, " n"]
+    uu: Float[Array, "n n"]
+    ug: Float[Array, "n n"]
+    gg: Float[Array, "n n"]
+
+
+class Estimate(NamedTuple):
+    """A Gaussian's natural parameters from draws, and the Monte Carlo variance of its mean and of log of its variances."""
+
+    natural: Natural
+    noise: Natural
+
+
+def gaussian_of(draws: Draws) -> Estimate:
+    """The Gaussian with the moments of Z_G, in natural parameters.
+
+    E ∇ log p = 0 and E (u − m) ∇ log pᵀ = −I hold exactly for the density p that is sampled (Stein's identity), so both serve
+    as control variates with A = Var(∇ log p)⁻¹:
+
+        m = mean(u) + A mean(g),     C = A + mean((u − m) (u − m + A g)ᵀ)
+
+    Of a Gaussian without local latents these have no Monte Carlo error at all; of a silo among J, they have that of what its
+    local latents hide of its own information, a J-th of the whole, and not that of the whole precision.
+    The bias of C⁻¹ is removed by a jackknife over parts of the chains, which also gives the noise.
+    """
+    parts = _batch_moments(draws)
+    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), parts)
+    without = jax.vmap(lambda part: _natural(jax.tree.map(jnp.subtract, total, part)))(parts)
+    whole = _natural(total)
+    b = BATCHES * draws.u.shape[0]
+    centre = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), without)
+    corrected = jax.tree.map(lambda all, mean: b * all - (b - 1) * mean, whole, centre)
+    noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean) ** 2, axis=0), without, centre)
+    proper = jnp.isfinite(jnp.linalg.cholesky(corrected.precision)).all()
+    return Estimate(jax.tree.map(lambda a, b: jnp.where(proper, a, b), corrected, whole), noise)
+
+
+def _batch_moments(draws: Draws) -> Moments:
+    """Sums over each part of each chain."""
+    chains, most, _ = draws.u.shape
+    part = jnp.minimum(jnp.arange(most) * BATCHES // jnp.maximum(draws.count, 1), BATCHES)  # the last one is empty room
+    member = (part[None, :] == jnp.arange(BATCHES)[:, None]) & draw_mask(draws)[None, :]
+    member = member.astype(draws.u.dtype)
+
+    def of_chain(u: Any, g: Any) -> Moments:
+        return Moments(
+            jnp.sum(member, axis=1),
+            member @ u,
+            member @ g,
+            jnp.einsum("bs,si,sj->bij", member, u, u),
+            jnp.einsum("bs,si,sj->bij", member, u, g),
+            jnp.einsum("bs,si,sj->bij", member, g, g),
+        )
+
+    each = jax.vmap(of_chain)(draws.u, draws.gradient)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), each)
+
+
+def _natural(moments: Moments) -> Natural:
+    n = moments.u.size
+    count = jnp.maximum(moments.count, 2.0)
+    u, g = moments.u / count, moments.g / count
+    gg = moments.gg / count - jnp.outer(g, g)
+    A = jnp.linalg.inv(gg + 1e-6 * jnp.trace(gg) / n * jnp.eye(n))
+    m = u + A @ g
+    d = u - m
+    uu = moments.uu / count - jnp.outer(u, u) + jnp.outer(d, d)
+    ug = moments.ug / count - jnp.outer(u, g) + jnp.outer(d, g)
+    C = A + uu + ug @ A.T
+    C = (C + C.T) / 2
+    values, vectors = jnp.linalg.eigh(C)
+    values = jnp.maximum(values, 1e-3 * jnp.max(values))
+    precision = vectors / values[None, :] @ vectors.T
+    return Natural(precision @ m, precision)
