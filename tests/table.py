@@ -48,6 +48,7 @@ TABLE = {
     "fedem": lambda model: fb.FedEM(model, K=2, draws=4, train=TRAIN, tune=TUNE),
     "fedbe": lambda model: fb.FedBE(model, unlabelled=ROWS, samples=2, cycle=2, train=TRAIN, distil=TUNE, tune=TUNE),
     "ensemble": lambda model: fb.Ensemble(model, K=2, train=TRAIN, tune=TUNE),
+    "ep": lambda population, silo: fb.EP(population, silo, draws=20, most=40),
     "sfvi": lambda population, silo: fb.SFVI(population, silo),
     "sfvi-avg": lambda population, silo: fb.SFVIAvg(population, silo, steps=5),
     "pvi": lambda population, silo: fb.PVI(population, silo, steps=5),

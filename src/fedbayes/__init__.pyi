@@ -14,6 +14,7 @@ from fedbayes.algorithms.apfl import APFL as APFL
 from fedbayes.algorithms.bpfed import BPFed as BPFed
 from fedbayes.algorithms.ditto import Ditto as Ditto
 from fedbayes.algorithms.ensemble import Ensemble as Ensemble
+from fedbayes.algorithms.ep import EP as EP
 from fedbayes.algorithms.fedavg import FedAvg as FedAvg
 from fedbayes.algorithms.fedbabu import FedBABU as FedBABU
 from fedbayes.algorithms.fedbe import FedBE as FedBE

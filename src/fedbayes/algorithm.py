@@ -121,6 +121,8 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
 
     default_rounds: ClassVar[int] = 100
     """Rounds of a run that names none."""
+    stops: ClassVar[bool] = False
+    """True where a run may end before its last round, by `stopped`."""
 
     @abc.abstractmethod
     def init_server(self, key: PRNGKeyArray) -> ServerT:
@@ -153,6 +155,10 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
     def metrics(self, server: ServerT) -> dict[str, Float[Array, ""]]:
         """Scalars of the server's state that are logged after each round, such as a bound."""
         return {}
+
+    def stopped(self, server: ServerT) -> Bool[Array, ""] | bool:
+        """Whether more rounds would change nothing that counts."""
+        return False
 
     @property
     def title(self) -> str:

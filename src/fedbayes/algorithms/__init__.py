@@ -51,6 +51,7 @@ REGISTRY = {
     "fedem": Entry("FedEM", "clients", "clients are mixtures of shared components", "K networks", "its shares in them", "Marfoq et al. 2021, arXiv:2108.10252"),
     "fedbe": Entry("FedBE", "clients", "sampled models distilled on the server's unlabelled rows", "the network, distilled from sampled ones on unlabelled rows of the server", "nothing; `adapt` fine-tunes a copy", "Chen and Chao 2021, arXiv:2009.01974"),
     "ensemble": Entry("Ensemble", "clients", "K networks, each averaged over a random group", "K networks, each of a random group of clients", "its group", "a baseline of Kim and Hospedales 2023, appendix F.2"),
+    "ep": Entry("EP", "silos", "expectation propagation: NUTS in each silo, the pooled posterior in few rounds", "q(Z_G) as a product of the prior and a factor for each silo", "its chains of NUTS over Z_G and its own latents, and its factor", "Vehtari et al. 2020, JMLR 21, arXiv:1412.4869"),
     "sfvi": Entry("SFVI", "silos", "structured variational inference: a gradient a round, as if pooled", "q(Z_G), a Gaussian posterior of the global latents, and parameters θ", "the posterior of its own latents given Z_G", "Hassan, Salomone and Mengersen 2023, arXiv:2302.03314, Algorithm 1"),
     "sfvi-avg": Entry("SFVIAvg", "silos", "SFVI with local steps; posteriors averaged (barycentre)", "q(Z_G) and θ, averaged after local steps", "the posterior of its own latents given Z_G", "Hassan, Salomone and Mengersen 2023, arXiv:2302.03314, Algorithm 2"),
     "pvi": Entry("PVI", "silos", "partitioned variational inference: the pooled posterior in few rounds", "q(Z_G) as a product of the prior and a factor for each silo", "its factor, and the posterior of its own latents given Z_G", "Ashman et al. 2022, arXiv:2202.12275"),
@@ -62,7 +63,7 @@ def names(kind: str) -> list[str]:
     """The algorithms that run over clients, or over silos.
 
     >>> names("silos")
-    ['sfvi', 'sfvi-avg', 'pvi']
+    ['ep', 'sfvi', 'sfvi-avg', 'pvi']
     """
     return [name for name, entry in REGISTRY.items() if entry.kind == kind]
 

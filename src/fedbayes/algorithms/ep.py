@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import Sum, fact, setting
+from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, setting
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, sampling
+from fedbayes.primitives import factored, gaussian, sampling, variational
 from fedbayes.primitives.factored import over, power, rewritten, standard, times
 from fedbayes.primitives.gaussian import Global, Natural
-from fedbayes.primitives.sampling import Chains, Draws
-from fedbayes.primitives.structured import Centred
+from fedbayes.primitives.sampling import Chains, Draws, Health
 from fedbayes.primitives.variational import Family, Locals, Shared
 
+FAMILY = Family(moving_scale=True)
+"""The form of q(Z_L | Z_G) that summarises draws."""
 BEYOND = 3.0
 """Standard errors beyond which a movement of q is more than noise."""
 
@@ -56,7 +57,7 @@ class Server(NamedTuple):
 
 
 class Local(NamedTuple):
-    """The chains; q as it was last received; t_j before its last change, and that change, in its coordinates; the round."""
+    """The chains; q as last received; in its coordinates t_j before the last change, and that change; the round and visits."""
 
     chains: Chains
     q: Global
@@ -65,7 +66,9 @@ class Local(NamedTuple):
     round: Int[Array, ""]
     visits: Int[Array, ""]
     eta: Locals
+    """q(Z_L | Z_G) from the last draws, for predictions and for the evidence."""
     centre: Float[Array, " n"]
+    health: Health
 
 
 class Down(NamedTuple):
@@ -88,13 +91,12 @@ class Up(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EP(Centred[Server, Local, Down, Up]):
+class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     """Expectation propagation: what NUTS on pooled data would give, in few rounds."""
 
     default_rounds: ClassVar[int] = 15
-    lr: ClassVar[float] = 0.0
+    stops: ClassVar[bool] = True
 
-    family: Family = Family()
     damping: float = setting(0.7, above=0, most=1)
     """ρ while q moves."""
     chains: int = setting(4, least=2)
@@ -105,7 +107,12 @@ class EP(Centred[Server, Local, Down, Up]):
     """Draws a chain in one round, at most."""
     tolerance: float = setting(0.03, above=0)
     """Monte Carlo noise of q, in its standard deviations, at which the run ends."""
-    silos: int | None = fact("silos")
+    family: Family = dataclasses.field(default=FAMILY, init=False)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.most < self.draws:
+            raise UserError(f"most is {self.most}, but it is at least draws, which is {self.draws}")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""
@@ -121,13 +128,13 @@ class EP(Centred[Server, Local, Down, Up]):
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """Chains that have not begun, and t_j = 1."""
         n = self.structured.size()
-        z_L = {
-            name: jnp.zeros((self.chains, count, d)) for name, (count, d) in self.structured.blocks(data).items()
-        }
-        chains = Chains(jnp.zeros((self.chains, n)), z_L, jnp.float32(0.1), {name: jnp.ones(z.shape[1:]) for name, z in z_L.items()})
+        z_L = {name: jnp.zeros((self.chains, count, d)) for name, (count, d) in self.structured.blocks(data).items()}
+        chains = Chains(
+            jnp.zeros((self.chains, n)), z_L, jnp.float32(0.1), {name: jnp.ones(z.shape[1:]) for name, z in z_L.items()}
+        )
         one, q = factored.flat(n), gaussian.init_global(n, 1.0, full=True)
-        eta = self.family.init_local(key, self.structured, data)
-        return Local(chains, q, one, one, jnp.int32(0), jnp.int32(0), eta, jnp.zeros(n))
+        eta = FAMILY.init_local(key, self.structured, data)
+        return Local(chains, q, one, one, jnp.int32(0), jnp.int32(0), eta, jnp.zeros(n), sampling.unknown_health())
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """q, and what the silos need to know of their last changes."""
@@ -135,18 +142,43 @@ class EP(Centred[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> tuple[Up, Local]:
         """The moments of the tilted distribution, and Δ_j."""
-        q = down.shared.eta
-        taken = times(local.factor, power(local.change, down.accepted[local.round]))
-        factor = rewritten(taken, local.q, q)
+        q, factor = down.shared.eta, self._factor(down, local)
         cavity = factored.cavity(factor)
         draws, chains = self.sample(key, q, cavity, local, down.draws, data)
         tilted, noise = sampling.gaussian_of(draws)
         change = over(over(tilted, cavity), factor)
-        divergences = jnp.sum(draws.diverging & sampling.draw_mask(draws)[None]).astype(jnp.float32)
-        up = Up(change, Noise(noise.shift, jnp.diagonal(noise.precision)), divergences, jnp.ones(()))
-        kept = Chains(jax.vmap(lambda u: gaussian.draw_global(q, u))(chains.u), *chains[1:])
-        new = Local(kept, q, factor, power(change, down.damping), down.round, local.visits + 1, local.eta, q.mean)
-        return up, new
+        health, eta = sampling.health(draws), sampling.conditionals(draws, q)
+        up = Up(change, Noise(noise.shift, jnp.diagonal(noise.precision)), health.divergences, jnp.ones(()))
+        applied = power(change, down.damping)
+        return up, Local(chains, q, factor, applied, down.round, local.visits + 1, eta, q.mean, health)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
+        """Chains of a silo that may never have trained, with what its own data says of Z_G; nothing is sent."""
+        _, new = self.client(key, down._replace(draws=jnp.int32(self.most)), local, data)
+        return new._replace(change=factored.flat(self.structured.size()))
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
+        """Posterior predictive draws of what a silo observes, by site."""
+        silo = variational.Silo(self.family, self.structured, x)
+        return variational.predict(silo, key, down.shared, self.eta(local, down.shared))
+
+    def eta(self, local: Local, shared: Shared) -> Locals:
+        """q(Z_L | Z_G) of the last draws, moved from the μ_G that it was written with to that of `shared`."""
+        return variational.moved(local.eta, shared, local.centre)
+
+    def local_draws(self, key: PRNGKeyArray, down: Down, local: Local, data: Any, count: int) -> Any:
+        """Draws of the silo's tilted distribution: (Z_G, Z_L) by chain, from chains that go on."""
+        each = max(1, -(-count // self.chains))
+        algorithm = dataclasses.replace(self, most=max(each, 20))
+        cavity = factored.cavity(self._factor(down, local))
+        draws, _ = algorithm.sample(key, down.shared.eta, cavity, local, jnp.int32(each), data)
+        to_z = jax.vmap(jax.vmap(lambda u: gaussian.draw_global(down.shared.eta, u)))
+        return to_z(draws.u[:, :each]), {name: value[:, :each] for name, value in draws.z_L.items()}, draws.diverging[:, :each]
+
+    def _factor(self, down: Down, local: Local) -> Natural:
+        """t_j as the server has it, in the coordinates of the q that has arrived."""
+        taken = times(local.factor, power(local.change, down.accepted[local.round]))
+        return rewritten(taken, local.q, down.shared.eta)
 
     def sample(
         self, key: PRNGKeyArray, q: Global, cavity: Natural, local: Local, count: Int[Array, ""], data: Any
@@ -163,7 +195,7 @@ class EP(Centred[Server, Local, Down, Up]):
         fresh_u = 0.3 * jax.random.normal(for_start, local.chains.u.shape)
         prior = lambda key, u: self.structured.prior_local(key, {}, gaussian.draw_global(q, u), data)  # noqa: E731
         fresh_L = jax.vmap(prior)(jax.random.split(for_start, self.chains), fresh_u)
-        u = jax.vmap(lambda z: factored.standardised(q, z))(local.chains.u)
+        u = jax.vmap(lambda u: factored.standardised(q, gaussian.draw_global(local.q, u)))(local.chains.u)
         start = local.chains._replace(
             u=jnp.where(first, fresh_u, u),
             z_L=jax.tree.map(lambda new, old: jnp.where(first, new, old), fresh_L, local.chains.z_L),
@@ -193,9 +225,27 @@ class EP(Centred[Server, Local, Down, Up]):
         converged = (weight > 0) & (noise < self.tolerance)
         damping = jnp.where(weight > 0, draws / (weight + draws), self.damping)
         return Server(
-            prior, Shared(q, {}), accepted, server.round + 1, damping, draws, weight, jnp.max(size, initial=0.0), noise, converged
+            prior,
+            Shared(q, {}),
+            accepted,
+            server.round + 1,
+            damping,
+            draws,
+            weight,
+            jnp.max(size, initial=0.0),
+            noise,
+            converged,
         )
+
+    def stopped(self, server: Server) -> Bool[Array, ""]:
+        """Whether q has stopped moving, and its noise is below the tolerance."""
+        return server.converged
 
     def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
         """How far q would have moved in the last round, its noise, and ρ."""
-        return {"moved": server.moved, "noise": server.noise, "damping": server.damping, "draws": server.draws.astype(jnp.float32)}
+        return {
+            "moved": server.moved,
+            "noise": server.noise,
+            "damping": server.damping,
+            "draws": server.draws.astype(jnp.float32),
+        }

@@ -29,7 +29,7 @@ from fedbayes.evaluation.assess import no_scores
 from fedbayes.evaluation.score import Score, summary
 from fedbayes.models.predictive import is_numeric
 from fedbayes.results.folder import SCHEMA, Run, describe
-from fedbayes.results.loop import run_rounds
+from fedbayes.results.loop import over, run_rounds
 
 log = logging.getLogger("fedbayes")
 PAUSE = 0.5  # seconds between two looks at who can be reached
@@ -109,7 +109,7 @@ class Coordinator:
             if self.round:
                 log.info("going on after round %d", self.round)
             tries = 0
-            while self.round < self.experiment.rounds:
+            while self.round < self.experiment.rounds and not over(self):
                 before = self.round
                 try:
                     self._run(post, self.experiment.rounds)

@@ -108,7 +108,7 @@ class SiloSimulation:
             trace = self._stretch(count) if self.compiled else self._one_round()
             self.round += count
             seconds = time.perf_counter() - began
-            if count == self._pace:
+            if count == self._pace and not self.algorithm.stops:  # which is asked after every round
                 self._pace = int(np.clip(CALL / max(seconds / count, 1e-9), 1, min(STRETCH, 4 * self._pace)))
             yield Round(self.round, self.chosen(self.round), trace, seconds)
 

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpyro.infer.hmc import hmc
 from numpyro.infer.hmc_util import dual_averaging
 
-from fedbayes.primitives.gaussian import Natural
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.gaussian import Global, Local, Natural
 
 WINDOWS = ((30, 20, 30, 60, 40), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
 """Steps of the windows of a warm-up: the first, the second, the third, and all later ones."""
@@ -102,7 +103,9 @@ def nuts(
         return jax.vmap(each)(state)
 
     def flat(z: dict[str, Array]) -> Float[Array, "c d"]:
-        return jnp.concatenate([z[f"L{name}"].reshape(chains, -1) for name in names], axis=1) if names else jnp.zeros((chains, 0))
+        return (
+            jnp.concatenate([z[f"L{name}"].reshape(chains, -1) for name in names], axis=1) if names else jnp.zeros((chains, 0))
+        )
 
     # One loop over windows around one loop over steps, so that the kernel is compiled once. The last window draws.
     last = len(LEARNS_MASS)
@@ -178,6 +181,103 @@ def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[A
     total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2)
     mean = jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total
     return jnp.maximum(jnp.sum(jnp.where(weight, (value - mean) ** 2, 0.0), axis=(0, 1)) / total, 1e-10)
+
+
+class Health(NamedTuple):
+    """How well a silo's chains mixed, and how far its tilted Z_G is from a Gaussian."""
+
+    rhat: Float[Array, ""]
+    """The largest split r-hat of a latent, global or local."""
+    ess: Float[Array, ""]
+    """The least effective number of draws of a global latent."""
+    divergences: Float[Array, ""]
+    draws: Float[Array, ""]
+    moving: Float[Array, ""]
+    """The share of transitions that moved."""
+    skew: Float[Array, ""]
+    """The largest skewness of a global latent, in absolute value."""
+    kurtosis: Float[Array, ""]
+    """The largest excess kurtosis of a global latent, in absolute value."""
+
+
+def unknown_health() -> Health:
+    """Before the first draw."""
+    return Health(*(jnp.zeros(()) for _ in Health._fields))
+
+
+def health(draws: Draws) -> Health:
+    """Diagnostics of a silo's chains."""
+    kept, chains = draw_mask(draws), draws.u.shape[0]
+    total = jnp.maximum(draws.count * chains, 2)
+    everything = [draws.u, *(value.reshape(*value.shape[:2], -1) for value in draws.z_L.values())]
+    rhat = jnp.max(jnp.stack([jnp.max(_split_rhat(value, draws.count), initial=1.0) for value in everything]))
+    centred = jnp.where(kept[None, :, None], draws.u - jnp.sum(draws.u, axis=(0, 1)) / total, 0.0)
+    second, third, fourth = (jnp.sum(centred**power, axis=(0, 1)) / total for power in (2, 3, 4))
+    second = jnp.maximum(second, 1e-12)
+    means, size = _part_means(draws.u, draws.count, BATCHES)
+    between = jnp.var(means.reshape(-1, means.shape[-1]), axis=0, ddof=1)
+    ess = jnp.minimum(second / jnp.maximum(size * between, 1e-12), 1.0) * total
+    return Health(
+        rhat,
+        jnp.min(ess, initial=jnp.inf),
+        jnp.sum(draws.diverging & kept[None]).astype(draws.u.dtype),
+        total.astype(draws.u.dtype),
+        draws.moving,
+        jnp.max(jnp.abs(third) / second**1.5, initial=0.0),
+        jnp.max(jnp.abs(fourth / second**2 - 3.0), initial=0.0),
+    )
+
+
+def _part_means(
+    value: Float[Array, "c s d"], count: Int[Array, ""], parts: int
+) -> tuple[Float[Array, "c p d"], Float[Array, ""]]:
+    """The mean of each of some equal parts of each chain, and how many draws a part has."""
+    size = jnp.maximum(count // parts, 1)
+    part = jnp.arange(value.shape[1]) // size
+    member = (part[None, :] == jnp.arange(parts)[:, None]).astype(value.dtype) / size
+    return jnp.einsum("ps,csd->cpd", member, value), size.astype(value.dtype)
+
+
+def _split_rhat(value: Float[Array, "c s d"], count: Int[Array, ""]) -> Float[Array, " d"]:
+    """R-hat of the halves of all chains."""
+    origin = jnp.mean(value[:, 0], axis=0)
+    means, size = _part_means(value - origin, count, 2)
+    squares, _ = _part_means((value - origin) ** 2, count, 2)
+    within = jnp.mean(jnp.maximum(squares - means**2, 0.0), axis=(0, 1))
+    between = jnp.var(means.reshape(-1, means.shape[-1]), axis=0, ddof=1)
+    return jnp.where(within > 0, jnp.sqrt((size - 1) / size + between / jnp.where(within > 0, within, 1.0)), jnp.inf)
+
+
+def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
+    """q(Z_L | Z_G) of each plate's blocks from draws: means by regression on Z_G, and scales that move with it."""
+    u = draws.u.reshape(-1, draws.u.shape[-1])
+    weight = jnp.tile(draw_mask(draws), draws.u.shape[0]).astype(u.dtype)
+    total, n = jnp.maximum(jnp.sum(weight), 2.0), u.shape[1]
+    to_offset = jax.scipy.linalg.solve_triangular(gaussian.root(q), jnp.eye(n), lower=True)  # u = this (Z_G − μ_G)
+    design = jnp.concatenate([jnp.ones((len(u), 1)), u], axis=1) * weight[:, None]
+    gram = design.T @ design + jnp.diag(jnp.append(0.0, jnp.full(n, 1e-3 * total)))
+
+    def slopes(value: Float[Array, "s blocks d"]) -> tuple[Array, Array]:
+        found = jnp.linalg.solve(gram, jnp.einsum("si,sbd->ibd", design, value).reshape(n + 1, -1))
+        found = found.reshape(n + 1, *value.shape[1:])
+        return found[0], jnp.moveaxis(found[1:], 0, -1)
+
+    def of_plate(value: Float[Array, "c s blocks d"]) -> Local:
+        value = value.reshape(-1, *value.shape[2:])
+        mean, C = slopes(value)
+        residual = value - mean - jnp.einsum("bdn,sn->sbd", C, u)
+        variance = jnp.maximum(jnp.einsum("s,sbd->bd", weight, residual**2) / total, 1e-12)
+        _, twice = slopes(jnp.log(residual**2 / variance + 1e-6))
+        D = jnp.clip(twice / 2, -2.0, 2.0)
+        residual = residual * jnp.exp(-jnp.einsum("bdn,sn->sbd", D, u))
+        covariance = jnp.einsum("s,sbi,sbj->bij", weight, residual, residual) / total
+        floor = 1e-6 * jnp.einsum("bii->b", covariance) / value.shape[-1] + 1e-12
+        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(value.shape[-1]))
+        scale = jnp.diagonal(root, axis1=1, axis2=2)
+        lower = jnp.tril(root / scale[..., None], -1) if value.shape[-1] > 1 else None
+        return Local(mean, jnp.log(scale), lower, C @ to_offset, D @ to_offset)
+
+    return {name: of_plate(value) for name, value in draws.z_L.items()}
 
 
 class Moments(NamedTuple):

@@ -182,7 +182,7 @@ def _has_posterior(result: dict[str, Any]) -> bool:
 
 def _read_metrics(record: Record) -> None:
     path, entries = record.folder / "metrics.jsonl", _lines(record, "metrics.jsonl")
-    if record.result is not None and path.exists() and not reaches_end(entries, record.config):
+    if record.result is not None and path.exists() and not reaches_end(entries, record.result):
         record.notes.append(f"{path} does not reach the run's end; some of its lines are lost.")
     for entry in entries:
         if not isinstance(entry.get("round"), int):

@@ -175,7 +175,7 @@ class Run:
                     (self.folder / name).unlink(missing_ok=True)
             files.write_json(self.folder / "config.json", self.config)
         if self.finished:
-            return read_history(self.folder, self.config)
+            return read_history(self.folder, files.read_json(self.folder / "result.json"))
         history, damaged = files.read_lines(path := self.folder / "metrics.jsonl")
         last, every = simulation.round, self.config.get("evaluate_every") or 0
         again = {self.config["rounds"]}  # an evaluation at the end is made again

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fedbayes.algorithm import AnyAlgorithm
 from fedbayes.engine.round import Diverged, Round
 from fedbayes.errors import UserError
 from fedbayes.results.folder import Resumable, Run
@@ -17,6 +18,10 @@ from fedbayes.results.folder import Resumable, Run
 
 class Engine(Resumable, Protocol):
     """Whatever runs rounds: a simulation over clients or silos, or the coordinator of a deployment."""
+
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """What it runs."""
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds."""
@@ -82,7 +87,7 @@ def run_rounds(
     due: Callable[[int], bool] = lambda round: True,
     after: Callable[[int], None] = lambda round: None,
 ) -> None:
-    """Run an engine up to round `rounds`.
+    """Run an engine up to round `rounds`, or until its algorithm stops by itself.
 
     Args:
         engine: What runs.
@@ -95,7 +100,7 @@ def run_rounds(
         after: Called after each window, before its checkpoint.
     """
     with stop_after_round() as stopped:
-        while engine.round < rounds:
+        while engine.round < rounds and not over(engine):
             parts: list[Round] = []
             try:
                 for done in engine.advance(min(window - engine.round % window, rounds - engine.round)):
@@ -112,11 +117,16 @@ def run_rounds(
             if run is not None:
                 run.time("training", engine.round, sum(part.seconds for part in parts), clients=len(parts[-1].clients))
             after(engine.round)
-            last = engine.round == rounds
+            last = engine.round == rounds or over(engine)
             if run is not None and (last or stopped() or due(engine.round)):
                 run.checkpoint(engine)
             if stopped() and not last:
                 raise KeyboardInterrupt
+
+
+def over(engine: Engine) -> bool:
+    """Whether the algorithm needs no more rounds."""
+    return engine.algorithm.stops and bool(engine.algorithm.stopped(engine.state))
 
 
 @contextlib.contextmanager
