@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, variational
-from fedbayes.primitives.factored import over, power, rewritten, standard, times
+from fedbayes.primitives.factored import over, power
 from fedbayes.primitives.gaussian import Global, Natural
 from fedbayes.primitives.sampling import Chains, Draws, Health
 from fedbayes.primitives.variational import Family, Locals, Shared
@@ -116,14 +116,11 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""
-        if theta := self.structured.theta(self.example):
-            raise UserError(f"EP has no θ, but the model has {', '.join(theta)}; give it a prior, or use SFVI")
-        if self.rounds is None:
-            raise UserError("rounds is not set; call algorithm.planned(rounds) first")
+        factored.check(self, "EP")
         q, prior = factored.prior_start(self.structured, key)
         zero = jnp.zeros(())
         where = (jnp.float32(self.damping), jnp.int32(self.draws), zero, zero, zero, jnp.bool_(False))
-        return Server(prior, Shared(q, {}), jnp.zeros(self.rounds), jnp.int32(0), *where)
+        return Server(prior, Shared(q, {}), jnp.zeros(self.rounds or 0), jnp.int32(0), *where)
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """Chains that have not begun, and t_j = 1."""
@@ -142,7 +139,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> tuple[Up, Local]:
         """The moments of the tilted distribution, and Δ_j."""
-        q, factor = down.shared.eta, self._factor(down, local)
+        q, factor = down.shared.eta, factored.arrived(local, down)
         cavity = factored.cavity(factor)
         draws, chains = self.sample(key, q, cavity, local, down.draws, data)
         tilted, noise = sampling.gaussian_of(draws)
@@ -170,21 +167,16 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         """Draws of the silo's tilted distribution: (Z_G, Z_L) by chain, from chains that go on."""
         each = max(1, -(-count // self.chains))
         algorithm = dataclasses.replace(self, most=max(each, 20))
-        cavity = factored.cavity(self._factor(down, local))
+        cavity = factored.cavity(factored.arrived(local, down))
         draws, _ = algorithm.sample(key, down.shared.eta, cavity, local, jnp.int32(each), data)
         to_z = jax.vmap(jax.vmap(lambda u: gaussian.draw_global(down.shared.eta, u)))
-        return to_z(draws.u[:, :each]), {name: value[:, :each] for name, value in draws.z_L.items()}, draws.diverging[:, :each]
-
-    def _factor(self, down: Down, local: Local) -> Natural:
-        """t_j as the server has it, in the coordinates of the q that has arrived."""
-        taken = times(local.factor, power(local.change, down.accepted[local.round]))
-        return rewritten(taken, local.q, down.shared.eta)
+        return to_z(draws.u[:, :each]), {name: value[:, :each] for name, value in draws.z.items()}, draws.diverging[:, :each]
 
     def sample(
         self, key: PRNGKeyArray, q: Global, cavity: Natural, local: Local, count: Int[Array, ""], data: Any
     ) -> tuple[Draws, Chains]:
         """Draws of the tilted distribution, in q's coordinates."""
-        everyone, plates = self.structured.everyone(data), self.structured.plates(data)
+        everyone = self.structured.everyone(data)
 
         def log_tilted(u: Float[Array, " n"], z_L: dict[str, Any]) -> Float[Array, ""]:
             terms = self.structured.log_silo({}, gaussian.draw_global(q, u), z_L, data, everyone)
@@ -198,19 +190,14 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         u = jax.vmap(lambda u: factored.standardised(q, gaussian.draw_global(local.q, u)))(local.chains.u)
         start = local.chains._replace(
             u=jnp.where(first, fresh_u, u),
-            z_L=jax.tree.map(lambda new, old: jnp.where(first, new, old), fresh_L, local.chains.z_L),
+            z=jax.tree.map(lambda new, old: jnp.where(first, new, old), fresh_L, local.chains.z),
         )
         return sampling.nuts(log_tilted, for_chains, start, local.visits, count, self.most)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """As much of the change as leaves q proper, t_0 anew, and whether to go on."""
-        n = server.shared.eta.mean.size
         change = power(up.change, down.damping)
-        part = factored.proper_part(standard(n), change)
-        taken = power(change, part)
-        q = factored.multiplied(server.shared.eta, taken)
-        prior = rewritten(server.prior, server.shared.eta, q)
-        q, prior = factored.prior_step(self.structured, key, q, prior)
+        q, prior, part = factored.server_step(self.structured, key, server.shared.eta, server.prior, change, matched=True)
         accepted = server.accepted.at[server.round].set(part)
 
         # In q's coordinates a shift moves the mean by as many sds, and a precision moves log sd by −½ of itself.

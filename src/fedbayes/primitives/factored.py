@@ -11,11 +11,14 @@ that leaves q proper, and says so with the next broadcast, so that the silos' fa
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fedbayes.algorithm import AnyStructured
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian
@@ -86,6 +89,32 @@ def cavity(factor: Natural, floor: float = 1e-6) -> Natural:
     left = over(standard(factor.shift.size), factor)
     values, vectors = jnp.linalg.eigh(left.precision)
     return Natural(left.shift, vectors * jnp.maximum(values, floor)[None, :] @ vectors.T)
+
+
+def arrived(local: Any, down: Any) -> Natural:
+    """t_j as the server has it, in the coordinates of the q that has arrived.
+
+    `local` has q as last received, t_j before its last change, that change and its round; `down` q and what was accepted.
+    """
+    taken = times(local.factor, power(local.change, down.accepted[local.round]))
+    return rewritten(taken, local.q, down.shared.eta)
+
+
+def server_step(
+    structured: Structured, key: PRNGKeyArray, q: Global, t_0: Natural, change: Natural, *, matched: bool
+) -> tuple[Global, Natural, Float[Array, ""]]:
+    """q and t_0 after as much of a change as leaves q proper and an update of t_0; and what part was taken."""
+    part = proper_part(standard(q.mean.size), change)
+    new = multiplied(q, power(change, part))
+    return *prior_step(structured, key, new, rewritten(t_0, q, new), matched=matched), part
+
+
+def check(algorithm: AnyStructured, name: str) -> None:
+    """Refuse θ, and a run whose number of rounds is not known."""
+    if theta := algorithm.structured.theta(algorithm.example):
+        raise UserError(f"{name} has no θ, but the model has {', '.join(theta)}; give it a prior, or use SFVI")
+    if algorithm.rounds is None:
+        raise UserError("rounds is not set; call algorithm.planned(rounds) first")
 
 
 def prior_start(structured: Structured, key: PRNGKeyArray) -> tuple[Global, Natural]:

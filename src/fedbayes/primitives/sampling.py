@@ -38,7 +38,7 @@ class Chains(NamedTuple):
     """What a silo keeps of its chains: places, step size, and the variance of each local latent."""
 
     u: Float[Array, "c n"]
-    z_L: dict[str, Float[Array, "c blocks d"]]
+    z: dict[str, Float[Array, "c blocks d"]]
     step_size: Float[Array, ""]
     variance: dict[str, Float[Array, "blocks d"]]
 
@@ -46,16 +46,16 @@ class Chains(NamedTuple):
 class Draws(NamedTuple):
     """Draws of Z_G and Z_L, the gradient of the log density with respect to Z_G, and which transitions diverged.
 
-    The first `count` of each chain are draws; the rest is empty.
+    The first `taken` of each chain are draws; the rest is empty.
     """
 
     u: Float[Array, "c s n"]
-    z_L: dict[str, Float[Array, "c s blocks d"]]
+    z: dict[str, Float[Array, "c s blocks d"]]
     gradient: Float[Array, "c s n"]
     diverging: Bool[Array, "c s"]
     moving: Float[Array, ""]
     """The share of transitions that moved."""
-    count: Int[Array, ""]
+    taken: Int[Array, ""]
 
 
 class _Mass(NamedTuple):
@@ -77,8 +77,8 @@ def nuts(
         most: The room that is made for them.
     """
     chains, n = start.u.shape
-    names = tuple(sorted(start.z_L))
-    z = {"G": start.u, **{f"L{name}": start.z_L[name] for name in names}}
+    names = tuple(sorted(start.z))
+    z = {"G": start.u, **{f"L{name}": start.z[name] for name in names}}
     blocks = [("G",)] + ([tuple(f"L{name}" for name in names)] if names else [])
 
     def potential(z: dict[str, Array]) -> Float[Array, ""]:
@@ -159,7 +159,7 @@ def nuts(
         room["G"], {name: room[f"L{name}"] for name in names}, gradients, diverging, moved / jnp.maximum(count, 1), count
     )
     kept = draw_mask(draws)
-    variance_L = {name: _variance(value, kept) for name, value in draws.z_L.items()}
+    variance_L = {name: _variance(value, kept) for name, value in draws.z.items()}
     return draws, Chains(state.z["G"], {name: state.z[f"L{name}"] for name in names}, step_size, variance_L)
 
 
@@ -173,7 +173,7 @@ def _mass(blocks: list[tuple[str, ...]], covariance: Float[Array, "n n"], varian
 
 def draw_mask(draws: Draws) -> Bool[Array, " s"]:
     """Which of the places hold draws."""
-    return jnp.arange(draws.u.shape[1]) < draws.count
+    return jnp.arange(draws.u.shape[1]) < draws.taken
 
 
 def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[Array, " *d"]:
@@ -208,13 +208,13 @@ def unknown_health() -> Health:
 def health(draws: Draws) -> Health:
     """Diagnostics of a silo's chains."""
     kept, chains = draw_mask(draws), draws.u.shape[0]
-    total = jnp.maximum(draws.count * chains, 2)
-    everything = [draws.u, *(value.reshape(*value.shape[:2], -1) for value in draws.z_L.values())]
-    rhat = jnp.max(jnp.stack([jnp.max(_split_rhat(value, draws.count), initial=1.0) for value in everything]))
+    total = jnp.maximum(draws.taken * chains, 2)
+    everything = [draws.u, *(value.reshape(*value.shape[:2], -1) for value in draws.z.values())]
+    rhat = jnp.max(jnp.stack([jnp.max(_split_rhat(value, draws.taken), initial=1.0) for value in everything]))
     centred = jnp.where(kept[None, :, None], draws.u - jnp.sum(draws.u, axis=(0, 1)) / total, 0.0)
     second, third, fourth = (jnp.sum(centred**power, axis=(0, 1)) / total for power in (2, 3, 4))
     second = jnp.maximum(second, 1e-12)
-    means, size = _part_means(draws.u, draws.count, BATCHES)
+    means, size = _part_means(draws.u, draws.taken, BATCHES)
     between = jnp.var(means.reshape(-1, means.shape[-1]), axis=0, ddof=1)
     ess = jnp.minimum(second / jnp.maximum(size * between, 1e-12), 1.0) * total
     return Health(
@@ -277,13 +277,13 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
         lower = jnp.tril(root / scale[..., None], -1) if value.shape[-1] > 1 else None
         return Local(mean, jnp.log(scale), lower, C @ to_offset, D @ to_offset)
 
-    return {name: of_plate(value) for name, value in draws.z_L.items()}
+    return {name: of_plate(value) for name, value in draws.z.items()}
 
 
 class Moments(NamedTuple):
     """Sums over draws, from which mean and covariance follow."""
 
-    count: Float[Array, ""]
+    total: Float[Array, ""]
     u: Float[Array, " n"]
     g: Float[Array, " n"]
     uu: Float[Array, "n n"]
@@ -324,8 +324,8 @@ def gaussian_of(draws: Draws) -> Estimate:
 
 def _batch_moments(draws: Draws) -> Moments:
     """Sums over each part of each chain."""
-    chains, most, _ = draws.u.shape
-    part = jnp.minimum(jnp.arange(most) * BATCHES // jnp.maximum(draws.count, 1), BATCHES)  # the last one is empty room
+    most = draws.u.shape[1]
+    part = jnp.minimum(jnp.arange(most) * BATCHES // jnp.maximum(draws.taken, 1), BATCHES)  # the last one is empty room
     member = (part[None, :] == jnp.arange(BATCHES)[:, None]) & draw_mask(draws)[None, :]
     member = member.astype(draws.u.dtype)
 
@@ -345,7 +345,7 @@ def _batch_moments(draws: Draws) -> Moments:
 
 def _natural(moments: Moments) -> Natural:
     n = moments.u.size
-    count = jnp.maximum(moments.count, 2.0)
+    count = jnp.maximum(moments.total, 2.0)
     u, g = moments.u / count, moments.g / count
     gg = moments.gg / count - jnp.outer(g, g)
     A = jnp.linalg.inv(gg + 1e-6 * jnp.trace(gg) / n * jnp.eye(n))

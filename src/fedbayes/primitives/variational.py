@@ -207,6 +207,12 @@ def silo_gradient(
     return value, for_shared._replace(theta=jax.tree.map(jnp.add, for_shared.theta, more_theta)), for_eta
 
 
+def silo_bound(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, draws: int) -> Float[Array, ""]:
+    """The silo's term of the bound, averaged over so many draws."""
+    noise_G, noise_L, indices = chance(silo._replace(family=dataclasses.replace(silo.family, draws=draws)), key)
+    return silo_gradient(silo, shared, eta, noise_G, noise_L, indices)[0]
+
+
 def _log_mean(log_w: Float[Array, "k blocks"]) -> Float[Array, " blocks"]:
     return log_w[0] if len(log_w) == 1 else jax.nn.logsumexp(log_w, axis=0) - math.log(len(log_w))
 
