@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, setting
+from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, variational
 from fedbayes.primitives.factored import over, power
@@ -48,7 +48,7 @@ class Server(NamedTuple):
     accepted: Float[Array, " rounds"]
     round: Int[Array, ""]
     damping: Float[Array, ""]
-    draws: Int[Array, ""]
+    draws: Float[Array, ""]
     weight: Float[Array, ""]
     """Draws that are averaged so far; 0 while q moves."""
     moved: Float[Array, ""]
@@ -78,7 +78,7 @@ class Down(NamedTuple):
     accepted: Float[Array, " rounds"]
     round: Int[Array, ""]
     damping: Float[Array, ""]
-    draws: Int[Array, ""]
+    draws: Float[Array, ""]
 
 
 class Up(NamedTuple):
@@ -107,6 +107,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     """Draws a chain in one round, at most."""
     tolerance: float = setting(0.03, above=0)
     """Monte Carlo noise of q, in its standard deviations, at which the run ends."""
+    silos: int | None = fact("silos")
+    """J, for runs in which not all silos answer; by default the silos of the run."""
     family: Family = dataclasses.field(default=FAMILY, init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +121,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         factored.check(self, "EP")
         q, prior = factored.prior_start(self.structured, key)
         zero = jnp.zeros(())
-        where = (jnp.float32(self.damping), jnp.int32(self.draws), zero, zero, zero, jnp.bool_(False))
+        where = (jnp.float32(self.damping), jnp.float32(self.draws), zero, zero, zero, jnp.bool_(False))
         return Server(prior, Shared(q, {}), jnp.zeros(self.rounds or 0), jnp.int32(0), *where)
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
@@ -141,7 +143,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         """The moments of the tilted distribution, and Δ_j."""
         q, factor = down.shared.eta, factored.arrived(local, down)
         cavity = factored.cavity(factor)
-        draws, chains = self.sample(key, q, cavity, local, down.draws, data)
+        draws, chains = self.sample(key, q, cavity, local, down.draws.astype(jnp.int32), data)
         tilted, noise = sampling.gaussian_of(draws)
         change = over(over(tilted, cavity), factor)
         health, eta = sampling.health(draws), sampling.conditionals(draws, q)
@@ -151,7 +153,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """Chains of a silo that may never have trained, with what its own data says of Z_G; nothing is sent."""
-        _, new = self.client(key, down._replace(draws=jnp.int32(self.most)), local, data)
+        _, new = self.client(key, down._replace(draws=jnp.float32(self.most)), local, data)
         return new._replace(change=factored.flat(self.structured.size()))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:
@@ -203,26 +205,18 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         # In q's coordinates a shift moves the mean by as many sds, and a precision moves log sd by −½ of itself.
         size = jnp.concatenate([jnp.abs(up.change.shift), jnp.abs(jnp.diagonal(up.change.precision)) / 2])
         error = jnp.sqrt(jnp.concatenate([up.noise.shift, up.noise.precision / 4]))
-        beyond = jnp.max(size / jnp.maximum(error, 1e-6), initial=0.0) > BEYOND
-        still = (~beyond | (jnp.max(size, initial=0.0) < self.tolerance)) & (part == 1)
-        weight = jnp.where(still | (server.weight > 0) & (jnp.max(size) < 5 * jnp.max(error)), server.weight + down.draws, 0.0)
-        draws = jnp.where(weight > 0, jnp.minimum(2 * down.draws, self.most), down.draws)
-        # The noise of an average over rounds: each has its share of the draws.
-        noise = jnp.max(error, initial=0.0) * jnp.sqrt(down.draws / jnp.maximum(weight, down.draws))
-        converged = (weight > 0) & (noise < self.tolerance)
-        damping = jnp.where(weight > 0, draws / (weight + draws), self.damping)
-        return Server(
-            prior,
-            Shared(q, {}),
-            accepted,
-            server.round + 1,
-            damping,
-            draws,
-            weight,
-            jnp.max(size, initial=0.0),
-            noise,
-            converged,
-        )
+        moved, largest = jnp.max(size, initial=0.0), jnp.max(error, initial=0.0)
+        settled = (jnp.max(size / jnp.maximum(error, 1e-6), initial=0.0) < BEYOND) | (moved < self.tolerance)
+        averaging = (part == 1) & (settled | (server.weight > 0) & (moved < 5 * largest))
+        taken = down.draws * (1.0 if self.silos is None else up.silos / self.silos)
+        weight = jnp.where(averaging, server.weight + taken, 0.0)
+        draws = jnp.where(averaging, jnp.minimum(2 * down.draws, self.most), down.draws)
+        damping = jnp.where(averaging, draws / (weight + draws), self.damping)
+        noise = largest * jnp.sqrt(taken / jnp.maximum(weight, taken))  # each round has its share of all draws
+        enough = weight >= down.draws  # all silos have answered
+        converged = averaging & enough & (noise < self.tolerance) & (moved * (1 - down.damping) < self.tolerance)
+        progress = (damping, draws, weight, moved, noise, converged)
+        return Server(prior, Shared(q, {}), accepted, server.round + 1, *progress)
 
     def stopped(self, server: Server) -> Bool[Array, ""]:
         """Whether q has stopped moving, and its noise is below the tolerance."""
@@ -234,5 +228,5 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
             "moved": server.moved,
             "noise": server.noise,
             "damping": server.damping,
-            "draws": server.draws.astype(jnp.float32),
+            "draws": server.draws,
         }

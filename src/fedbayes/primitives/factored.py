@@ -128,7 +128,7 @@ def prior_start(structured: Structured, key: PRNGKeyArray) -> tuple[Global, Natu
             f"a latent of population ({names}) has an improper prior, of which nothing can be drawn; {advice}"
         ) from None
     low, high = jnp.quantile(z, 0.005, axis=0), jnp.quantile(z, 0.995, axis=0)  # a Cauchy has no moments
-    z = jnp.clip(z, low, high)
+    z = jnp.clip(z, low[None], high[None])
     q = gaussian.from_moments(jnp.mean(z, axis=0), jnp.atleast_2d(jnp.cov(z, rowvar=False)))
     t_0 = standard(q.mean.size)
     for number in range(3):  # for a Gaussian prior, one makes it exact

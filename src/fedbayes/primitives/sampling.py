@@ -19,6 +19,7 @@ from numpyro.infer.hmc_util import dual_averaging
 
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import Global, Local, Natural
+from fedbayes.trees import other_peoples_code
 
 WINDOWS = ((30, 20, 30, 60, 40), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
 """Steps of the windows of a warm-up: the first, the second, the third, and all later ones."""
@@ -90,17 +91,19 @@ def nuts(
     one = lambda z, key: init(  # noqa: E731
         z, 1, adapt_step_size=False, adapt_mass_matrix=False, dense_mass=[("G",)], max_tree_depth=DEPTH, rng_key=key
     )
-    state = jax.vmap(one)(z, jax.random.split(key, chains))
+    with other_peoples_code():
+        state = jax.vmap(one)(z, jax.random.split(key, chains))
     adapt = jax.tree.map(lambda leaf: leaf[0], state.adapt_state)
     ss_init, ss_update = dual_averaging()
 
     def move(state: Any, step_size: Any, mass: _Mass, drawing: Any) -> Any:
         def each(one: Any) -> Any:
             used = adapt._replace(step_size=step_size, inverse_mass_matrix=mass.inverse, mass_matrix_sqrt=mass.root)
-            after = step(one._replace(adapt_state=used, i=drawing.astype(int)))  # NumPyro's counter chooses the depth
+            after = step(one._replace(adapt_state=used, i=drawing.astype(jnp.int32)))  # NumPyro's counter chooses the depth
             return after._replace(adapt_state=None, i=None)
 
-        return jax.vmap(each)(state)
+        with other_peoples_code():
+            return jax.vmap(each)(state)
 
     def flat(z: dict[str, Array]) -> Float[Array, "c d"]:
         return (
@@ -125,15 +128,16 @@ def nuts(
             used = jnp.where(number == last, step_size, jnp.exp(average[0]))
             before = state.potential_energy
             state = move(state, used, mass, number == last)
-            average = ss_update(ACCEPT - jnp.mean(state.accept_prob), average)
-            g, l = state.z["G"] - origin[0], flat(state.z) - origin[1]  # noqa: E741
+            with other_peoples_code():
+                average = ss_update(ACCEPT - jnp.mean(state.accept_prob), average)
+            g, l = state.z["G"] - origin[0][None], flat(state.z) - origin[1][None]  # noqa: E741
             more = (jnp.sum(g, axis=0), g.T @ g, jnp.sum(l, axis=0), jnp.sum(l**2, axis=0))
             room, gradients, diverging, moved = store
             place = jnp.where(number == last, i, most)  # beyond the room, where nothing is written
             room = {name: leaf.at[:, place].set(state.z[name], mode="drop") for name, leaf in room.items()}
             gradients = gradients.at[:, place].set(-state.z_grad["G"], mode="drop")
             diverging = diverging.at[:, place].set(state.diverging, mode="drop")
-            moved = moved + jnp.where(number == last, jnp.mean(state.potential_energy != before), 0.0)
+            moved = moved + jnp.where(number == last, jnp.mean(state.potential_energy != before, dtype=moved.dtype), 0.0)
             return state, average, jax.tree.map(jnp.add, sums, more), (room, gradients, diverging, moved)
 
         begin = (state, ss_init(jnp.log(10 * step_size)), sums, store)
@@ -141,7 +145,7 @@ def nuts(
         begin = (begin[0], (jnp.log(step_size), *begin[1][1:]), *begin[2:])
         state, average, sums, store = jax.lax.fori_loop(0, lengths[number], one_step, begin)
         learnt = learns[number]
-        total = jnp.maximum(lengths[number] * chains, 2)
+        total = jnp.maximum(lengths[number] * chains, 2).astype(variance.dtype)
         mean_G, mean_L = sums[0] / total, sums[2] / total
         covariance = sums[1] / total - jnp.outer(mean_G, mean_G)
         found = (covariance, jnp.maximum(sums[3] / total - mean_L**2, 0.0))
@@ -156,7 +160,12 @@ def nuts(
     state, (_, step_size), store = jax.lax.fori_loop(0, last + 1, window, begin)
     room, gradients, diverging, moved = store
     draws = Draws(
-        room["G"], {name: room[f"L{name}"] for name in names}, gradients, diverging, moved / jnp.maximum(count, 1), count
+        room["G"],
+        {name: room[f"L{name}"] for name in names},
+        gradients,
+        diverging,
+        moved / jnp.maximum(count, 1).astype(moved.dtype),
+        count,
     )
     kept = draw_mask(draws)
     variance_L = {name: _variance(value, kept) for name, value in draws.z.items()}
@@ -178,8 +187,8 @@ def draw_mask(draws: Draws) -> Bool[Array, " s"]:
 
 def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[Array, " *d"]:
     weight = kept.reshape((1, -1) + (1,) * (value.ndim - 2))
-    total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2)
-    mean = jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total
+    total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2).astype(value.dtype)
+    mean = (jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total)[None, None]
     return jnp.maximum(jnp.sum(jnp.where(weight, (value - mean) ** 2, 0.0), axis=(0, 1)) / total, 1e-10)
 
 
@@ -208,10 +217,10 @@ def unknown_health() -> Health:
 def health(draws: Draws) -> Health:
     """Diagnostics of a silo's chains."""
     kept, chains = draw_mask(draws), draws.u.shape[0]
-    total = jnp.maximum(draws.taken * chains, 2)
+    total = jnp.maximum(draws.taken * chains, 2).astype(draws.u.dtype)
     everything = [draws.u, *(value.reshape(*value.shape[:2], -1) for value in draws.z.values())]
     rhat = jnp.max(jnp.stack([jnp.max(_split_rhat(value, draws.taken), initial=1.0) for value in everything]))
-    centred = jnp.where(kept[None, :, None], draws.u - jnp.sum(draws.u, axis=(0, 1)) / total, 0.0)
+    centred = jnp.where(kept[None, :, None], draws.u - (jnp.sum(draws.u, axis=(0, 1)) / total)[None, None], 0.0)
     second, third, fourth = (jnp.sum(centred**power, axis=(0, 1)) / total for power in (2, 3, 4))
     second = jnp.maximum(second, 1e-12)
     means, size = _part_means(draws.u, draws.taken, BATCHES)
@@ -221,7 +230,7 @@ def health(draws: Draws) -> Health:
         rhat,
         jnp.min(ess, initial=jnp.inf),
         jnp.sum(draws.diverging & kept[None]).astype(draws.u.dtype),
-        total.astype(draws.u.dtype),
+        total,
         draws.moving,
         jnp.max(jnp.abs(third) / second**1.5, initial=0.0),
         jnp.max(jnp.abs(fourth / second**2 - 3.0), initial=0.0),
@@ -234,15 +243,15 @@ def _part_means(
     """The mean of each of some equal parts of each chain, and how many draws a part has."""
     size = jnp.maximum(count // parts, 1)
     part = jnp.arange(value.shape[1]) // size
-    member = (part[None, :] == jnp.arange(parts)[:, None]).astype(value.dtype) / size
-    return jnp.einsum("ps,csd->cpd", member, value), size.astype(value.dtype)
+    size = size.astype(value.dtype)
+    return jnp.einsum("ps,csd->cpd", (part[None, :] == jnp.arange(parts)[:, None]).astype(value.dtype) / size, value), size
 
 
 def _split_rhat(value: Float[Array, "c s d"], count: Int[Array, ""]) -> Float[Array, " d"]:
     """R-hat of the halves of all chains."""
     origin = jnp.mean(value[:, 0], axis=0)
-    means, size = _part_means(value - origin, count, 2)
-    squares, _ = _part_means((value - origin) ** 2, count, 2)
+    means, size = _part_means(value - origin[None, None], count, 2)
+    squares, _ = _part_means((value - origin[None, None]) ** 2, count, 2)
     within = jnp.mean(jnp.maximum(squares - means**2, 0.0), axis=(0, 1))
     between = jnp.var(means.reshape(-1, means.shape[-1]), axis=0, ddof=1)
     return jnp.where(within > 0, jnp.sqrt((size - 1) / size + between / jnp.where(within > 0, within, 1.0)), jnp.inf)
@@ -265,14 +274,14 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
     def of_plate(value: Float[Array, "c s blocks d"]) -> Local:
         value = value.reshape(-1, *value.shape[2:])
         mean, C = slopes(value)
-        residual = value - mean - jnp.einsum("bdn,sn->sbd", C, u)
+        residual = value - mean[None] - jnp.einsum("bdn,sn->sbd", C, u)
         variance = jnp.maximum(jnp.einsum("s,sbd->bd", weight, residual**2) / total, 1e-12)
-        _, twice = slopes(jnp.log(residual**2 / variance + 1e-6))
+        _, twice = slopes(jnp.log(residual**2 / variance[None] + 1e-6))
         D = jnp.clip(twice / 2, -2.0, 2.0)
         residual = residual * jnp.exp(-jnp.einsum("bdn,sn->sbd", D, u))
         covariance = jnp.einsum("s,sbi,sbj->bij", weight, residual, residual) / total
         floor = 1e-6 * jnp.einsum("bii->b", covariance) / value.shape[-1] + 1e-12
-        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(value.shape[-1]))
+        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(value.shape[-1])[None])
         scale = jnp.diagonal(root, axis1=1, axis2=2)
         lower = jnp.tril(root / scale[..., None], -1) if value.shape[-1] > 1 else None
         return Local(mean, jnp.log(scale), lower, C @ to_offset, D @ to_offset)
@@ -317,7 +326,7 @@ def gaussian_of(draws: Draws) -> Estimate:
     b = BATCHES * draws.u.shape[0]
     centre = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), without)
     corrected = jax.tree.map(lambda all, mean: b * all - (b - 1) * mean, whole, centre)
-    noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean) ** 2, axis=0), without, centre)
+    noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean[None]) ** 2, axis=0), without, centre)
     proper = jnp.isfinite(jnp.linalg.cholesky(corrected.precision)).all()
     return Estimate(jax.tree.map(lambda a, b: jnp.where(proper, a, b), corrected, whole), noise)
 
