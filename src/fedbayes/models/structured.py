@@ -21,17 +21,21 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpyro.distributions import biject_to
 
 from fedbayes.errors import UserError
+from fedbayes.models.linked import Linked, layout_of, plain
 from fedbayes.models.sites import (
     NO_PLATE,
     Latent,
     Plate,
     Values,
     by_block,
+    elements,
+    independent,
     jacobian,
     latents_of,
     log_prob,
     observed,
     on_real_line,
+    placed,
     plate_of,
     run,
     theta_of,
@@ -81,7 +85,7 @@ class Structured:
     def local_latents(self, data: Any, indices: Values | None = None) -> list[Latent]:
         """The latents of a silo, in the order in which they are sampled."""
         sites = self._of_silo(data, known=indices)
-        found = latents_of(sites, "silo")
+        found = latents_of(sites, "silo", layout=layout_of(data))
         if both := {latent.name for latent in found} & {latent.name for latent in self.global_latents()}:
             raise UserError(f"{', '.join(sorted(both))} is sampled in population and in silo; give the silo's another name")
         if not any(observed(site) for site in sites.values()):
@@ -97,12 +101,15 @@ class Structured:
         return theta_of(self._of_population()[1], {} if data is None else self._of_silo(data))
 
     def plates(self, data: Any) -> dict[str, Plate]:
-        """The outermost plates of a silo's sites; "" is no plate."""
+        """The outermost plates of a silo's sites, and groups of latents that stand for one; "" is no plate."""
 
         def find() -> dict[str, Plate]:
             sites = self._of_silo(data)
-            found = (plate_of(sites, site) for site in sites.values() if site["type"] == "sample")
-            return {plate.name: plate for plate in found}
+            found = [plate_of(sites, site) for site in sites.values() if site["type"] == "sample"]
+            # A group's latents may lie along another axis than its plate's: the plate itself comes last.
+            groups = [placed(sites[name], place) for name, place in layout_of(data).items() if name in sites]
+            whole = [NO_PLATE] if isinstance(data, Linked) else []
+            return {plate.name: plate for plate in [*whole, *groups, *found]}
 
         return _remember(self, "plates", data, find)
 
@@ -184,21 +191,26 @@ class Structured:
         self,
         theta: Values,
         z_global: Float[Array, " n_G"],
-        z_local: dict[str, Float[Array, "blocks width"]],
+        z_local: dict[str, Float[Array, "_blocks _width"]],
         data: Any,
         indices: dict[str, Int[Array, " size"]] | None = None,
-    ) -> dict[str, Float[Array, " blocks"]]:
+    ) -> dict[str, Float[Array, " _blocks"]]:
         """log p_θ(y, Z_L | Z_G) by block, with the log-Jacobian of the local bijections; "" holds what lies in no plate.
 
         The sum over all entries, each plate's times its `scale`, is the silo's term. Elements of a plate are apart, so that a
-        bound may treat each on its own. Of a subsampled plate, `indices` has the elements and `z_local` the latents of those.
+        bound may treat each on its own; where the data is `Linked`, that also holds for rows that read latents by index. Of a
+        subsampled plate, `indices` has the elements and `z_local` the latents of those.
         """
-        real = on_real_line(self.local_latents(data, indices), z_local)
+        latents = self.local_latents(data, indices)
+        real = on_real_line(latents, z_local)
         sites = self._of_silo(data, theta, z_global, real=real, known=indices)
-        found: dict[str, Float[Array, " blocks"]] = {}
+        links = data.links if isinstance(data, Linked) else {}
+        found: dict[str, Float[Array, " _blocks"]] = {}
         with other_peoples_code():
+            if isinstance(data, Linked):
+                found = _by_link({name: elements(sites[name], real.get(name)) for name in links}, links, latents)
             for name, site in sites.items():
-                if site["type"] != "sample":
+                if site["type"] != "sample" or name in links:
                     continue
                 plate = plate_of(sites, site)
                 terms = [log_prob(site) if plate.scale == 1 else log_prob(site) / plate.scale]
@@ -208,12 +220,31 @@ class Structured:
                     found[plate.name] = found.get(plate.name, jnp.zeros(plate.size)) + by_block(term, plate)
         return found
 
+    def elements(self, theta: Values, z_global: Float[Array, " n_G"], real: Values, data: Any, indices: Any = None) -> Values:
+        """log p_θ(y, Z_L | Z_G) of each site, element by element; latents on the real line in the shape of their site."""
+        sites = self._of_silo(data, theta, z_global, real=real, known=indices)
+        with other_peoples_code():
+            return {
+                name: elements(site, real.get(name))
+                for name, site in sites.items()
+                if site["type"] == "sample" and (observed(site) or name in real)
+            }
+
+    def declared(self, data: Any) -> dict[str, tuple[Plate, int]]:
+        """The outermost plate of each site as the model has it, and how many axes `to_event` made one event of."""
+        sites, found = self._of_silo(data), {}
+        for name, site in sites.items():
+            if site["type"] == "sample":
+                base = independent(site["fn"])
+                found[name] = plate_of(sites, site), site["fn"].event_dim - base.event_dim
+        return found
+
     def predictive(
         self,
         key: PRNGKeyArray,
         theta: Values,
         z_global: Float[Array, " n_G"],
-        z_local: dict[str, Float[Array, "blocks width"]],
+        z_local: dict[str, Float[Array, "_blocks _width"]],
         data: Any,
     ) -> Values:
         """All sites given Z_G and the silo's latents in the plates of `z_local`; the others come from their prior.
@@ -221,7 +252,8 @@ class Structured:
         What is observed is drawn anew, and `log <site>` has the log density of what was observed.
         """
         everyone = self.everyone(data)
-        real = on_real_line(latents_of(self._of_silo(data, known=everyone), "silo", z_local), z_local)
+        latents = latents_of(self._of_silo(data, known=everyone), "silo", z_local, layout_of(data))
+        real = on_real_line(latents, z_local)
         for_latents, key = jax.random.split(key)
         sites = self._of_silo(data, theta, z_global, real=real, known=everyone, key=for_latents)
         found = {**self.global_values(theta, z_global), **unknown(sites)}
@@ -241,12 +273,25 @@ class Structured:
         """The sites of a silo."""
         population = self._of_population(theta, z)[0]
         try:
-            return run(self.silo, (population, data), theta=theta, **known)[1]
+            return run(self.silo, (population, plain(data)), theta=theta, **known)[1]
         except (TypeError, ValueError, IndexError, AttributeError, AssertionError) as problem:
             what = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
             raise UserError(f"silo(population, data) does not fit this data: {what}") from problem
         except KeyError as problem:
             raise UserError(f"silo reads {problem}, which its data and what population returns do not have") from problem
+
+
+def _by_link(
+    terms: dict[str, Array], links: dict[str, Int[Array, ...]], latents: list[Latent]
+) -> dict[str, Float[Array, " _blocks"]]:
+    """Terms added up in the blocks that they are linked to, groups in the order of their names; what has none is in ""."""
+    sizes = {latent.plate.name: latent.plate.size for latent in latents if latent.plate.name}
+    names, total = sorted(sizes), sum(sizes.values())
+    sums = jnp.zeros(total + 1)
+    for name, blocks in links.items():
+        sums = sums + jax.ops.segment_sum(jnp.ravel(terms[name]), jnp.ravel(blocks), total + 1)
+    edges = np.cumsum([sizes[name] for name in names], dtype=int).tolist()
+    return dict(zip([*names, ""], jnp.split(sums, edges), strict=True))
 
 
 _known: dict[Any, Any] = {}
@@ -266,6 +311,7 @@ def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) ->
 
 def encode(encoder: Callable[[Any], Any], theta: Values, data: Any, indices: Values | None = None) -> tuple[Any, Values]:
     """What an inference network gives for a silo's data, and the parameters that it has at the start."""
+    data = plain(data)
     return run(encoder, (data,), known=indices, theta=theta)[0], theta_of(run(encoder, (data,), known=indices)[1])
 
 

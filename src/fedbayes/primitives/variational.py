@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedbayes.algorithm import check_settings, setting
 from fedbayes.errors import UserError
+from fedbayes.models.linked import Linked
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured, encode
 from fedbayes.primitives import gaussian
@@ -113,7 +114,7 @@ class Family:
     def check_draws(self, structured: Structured, data: Any) -> None:
         """Refuse K draws where the elements of a plate do not stand apart."""
         if self.bound > 1 and (why := inseparable(structured, data)):
-            raise UserError(f"{why}, so draws cannot be weighed element by element; use bound=1 for this model")
+            raise UserError(f"{why}, so draws cannot be weighed block by block; use bound=1 for this model")
 
     def noise(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Noise:
         """ε_L for every Monte Carlo sample and importance draw; latents in no plate are drawn once a sample."""
@@ -285,9 +286,14 @@ def posterior_draws(
 
 
 def predict(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, *, count: int = 200, own: bool = False) -> Values:
-    """Posterior predictive draws for a silo's `own` data, or for new rows, whose plate elements come from the prior."""
+    """Posterior predictive draws for a silo's `own` data, or for new rows, whose plate elements come from the prior.
+
+    Elements that rows refer to by index are those that the silo knows, and keep their posterior.
+    """
     if not own:
-        eta = {name: q for name, q in eta.items() if not name}
+        sizes = {name: plate.total for name, plate in silo.structured.plates(silo.data).items()}
+        known = ("", *(silo.data.indexed if isinstance(silo.data, Linked) else ()))
+        eta = {name: q for name, q in eta.items() if name in known and sizes.get(name, 1) == q.mean.shape[0]}
     for_draws, for_sites = jax.random.split(key)
     z_G, z_L = posterior_draws(silo, for_draws, shared, eta, count)
 
