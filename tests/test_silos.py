@@ -336,7 +336,9 @@ def test_no_diagnosis_where_plates_cannot_be_weighed_on_their_own():
 
     fit = simulate(SFVI(population, outside), {"a": {"y": Y}}, 3)
     assert fit.result["khat"] is None
-    with pytest.raises(UserError, match="a site in no plate depends on latents of plate 'units', so draws cannot be weighed"):
+    with pytest.raises(
+        UserError, match="y depends on latents of several elements of plate 'units' at once, so draws cannot be weighed"
+    ):
         fit.diagnose()
 
 

@@ -196,7 +196,7 @@ def test_elements_that_read_each_other_are_found():
             numpyro.sample("y", dist.Normal(jnp.cumsum(step), 1.0), obs=data["y"][:, 0])
 
     assert inseparable(Structured(mixed_population, walk), {"y": Y}) == (
-        "an element of plate 'times' depends on another one's latents"
+        "y depends on latents of several elements of plate 'times' at once"
     )
     assert inseparable(Structured(mixed_population, one_plate), {"y": Y}) == ""
 

@@ -184,7 +184,7 @@ def test_draws_cannot_be_weighed_where_a_site_outside_the_plate_reads_its_latent
 
     model = Structured(population, outside)
     Family(bound=1).check_draws(model, DATA)
-    with pytest.raises(UserError, match="a site in no plate depends on latents of plate 'units'"):
+    with pytest.raises(UserError, match="y depends on latents of several elements of plate 'units' at once"):
         Family(bound=5).check_draws(model, DATA)
 
 

@@ -238,6 +238,10 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         """Zeros in the form of a silo's data, for the shapes of θ; None where no run has said the form."""
         return None if self.form is None else zeros_of(self.form)
 
+    def prepared(self, data: Any) -> Any:
+        """A silo's data as the other methods take it, from the numbers in it and once: it stays where the data is."""
+        return data
+
     def shared(self, server: ServerT) -> Any:
         """η_G and θ: the field `shared` of the server's state."""
         return server.shared  # type: ignore[attr-defined]

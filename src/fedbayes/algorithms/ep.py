@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, variational
+from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.factored import over, power
 from fedbayes.primitives.gaussian import Global, Natural
 from fedbayes.primitives.sampling import Chains, Draws, Health
@@ -115,6 +116,10 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         check_settings(self)
         if self.most < self.draws:
             raise UserError(f"most is {self.most}, but it is at least draws, which is {self.draws}")
+
+    def prepared(self, data: Any) -> Any:
+        """A silo's data with the dependency structure that is found in it."""
+        return linked(self.structured, data)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""

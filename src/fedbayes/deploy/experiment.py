@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import trees
-from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, Data, NetworkAlgorithm, plan
+from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, Data, NetworkAlgorithm, StructuredAlgorithm, plan
 from fedbayes.data.clients import Clients
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
@@ -110,6 +110,14 @@ class Experiment:
         if not isinstance(self.algorithm, NetworkAlgorithm):
             raise UserError(f"{self.algorithm.title} fits a structured model; this is for networks")
         return self.algorithm
+
+    def prepared(self, data: SiteData) -> SiteData:
+        """A site's data as its algorithm takes it."""
+        return (
+            data._replace(train=self.algorithm.prepared(data.train))
+            if isinstance(self.algorithm, StructuredAlgorithm)
+            else data
+        )
 
     def server(self) -> Any:
         """The server's state before round 1; it is not kept, as it may be large."""

@@ -44,9 +44,9 @@ class Site:
     def __init__(self, experiment: Experiment, number: int, folder: Path | str, data: SiteData) -> None:
         if not 0 <= number < experiment.sites:
             raise UserError(f"this site has number {number}, but there are {experiment.sites}: numbers go from 0 on")
-        self.experiment, self.number, self.data = experiment, number, data
+        self.experiment, self.number, self.data = experiment, number, experiment.prepared(data)
         self.folder = Path(folder) / f"site{number}"
-        self.form, self.arrays = trees.take_apart(data.train)
+        self.form, self.arrays = trees.take_apart(self.data.train)
 
     def train(self, run: str, round: int, counted: int, down: Any) -> Any:
         """The answer to a round's request; `counted` is the last of this site's rounds that the server counted, or 0."""

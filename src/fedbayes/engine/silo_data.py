@@ -28,13 +28,15 @@ class Group(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-def read(silos: Mapping[str, Any]) -> list[Part]:
-    """The silos' data taken apart; an error names its silo."""
+def read(silos: Mapping[str, Any], algorithm: AnyStructured) -> list[Part]:
+    """The silos' data as the algorithm takes it, taken apart; an error names its silo."""
     if not silos:
         raise UserError("there is no silo; give at least one, as a name and its data")
     if len(set(map(str, silos))) < len(silos):
         raise UserError("two silos have the same name; give each its own")
-    return [naming_silo(name, take_apart, content) for name, content in silos.items()]
+    return [
+        naming_silo(name, lambda content: take_apart(algorithm.prepared(content)), content) for name, content in silos.items()
+    ]
 
 
 def grouped(parts: Sequence[Part]) -> list[Group]:
@@ -52,7 +54,7 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 def plan(algorithm: AnyStructured, silos: Mapping[str, Any], rounds: int) -> AnyStructured:
     """The algorithm with the facts of the run (rounds, silos, observations, form), after a check of the model in each silo."""
-    parts, total = read(silos), 0
+    parts, total = read(silos, algorithm), 0
     first: dict[str, tuple[str, Any]] = {}
     for name, (form, arrays) in zip(map(str, silos), parts, strict=True):
         total += naming_silo(name, from_shapes, algorithm.structured.rows, form, arrays)
@@ -75,7 +77,8 @@ def _theta(algorithm: AnyStructured, form: Form, arrays: tuple[Array, ...]) -> d
 
     def start(given: tuple[Array, ...]) -> Values:
         data = put_together(form, given)
-        own = {} if algorithm.family.encoder is None else encode(algorithm.family.encoder, {}, data)[1]
+        start, encoder = jnp.zeros(algorithm.structured.size()), algorithm.family.encoder
+        own = {} if encoder is None else encode(encoder, {}, data, start)[1]
         return {**algorithm.structured.theta(data), **own}
 
     shapes = jax.eval_shape(start, arrays)

@@ -57,7 +57,7 @@ class SiloSimulation:
         self.in_turn, self.cohort = in_turn, steps.cohort_size(cohort, len(silos), "silos")
         if in_turn and cohort is not None:
             raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
-        self.parts = read(silos)
+        self.parts = read(silos, algorithm)
         self.groups = grouped(self.parts)
         self.everyone = self.cohort == len(silos) and not in_turn
         self.compiled = not loop and (self.everyone or len(self.groups) == 1)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro import handlers
-from numpyro.distributions import MixtureGeneral, MixtureSameFamily, biject_to, constraints
-from numpyro.distributions.transforms import Transform
+from numpyro.distributions import Independent, MixtureGeneral, MixtureSameFamily, biject_to, constraints
+from numpyro.distributions.transforms import IndependentTransform, Transform
 
 from fedbayes.errors import UserError
+from fedbayes.models.linked import Place
 from fedbayes.trees import other_peoples_code
 
 Values = dict[str, Any]
 
 
 class Plate(NamedTuple):
-    """The outermost plate that a site lies in; its elements are the blocks."""
+    """The outermost plate that a site lies in, or a group of latents that stands for one; its elements are the blocks."""
 
     name: str
     size: int
@@ -107,13 +108,18 @@ def observed(site: Any) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-def latents_of(trace: Any, where: str, plates: Container[str] | None = None) -> list[Latent]:
-    """The latents of a trace, or those in some plates only."""
-    found = []
+def latents_of(
+    trace: Any, where: str, plates: Container[str] | None = None, layout: Mapping[str, Place] | None = None
+) -> list[Latent]:
+    """The latents of a trace, or those in some plates only; `layout` says which have blocks other than their plate's."""
+    found, layout = [], layout or {}
     for site in trace.values():
-        if site["type"] != "sample" or observed(site) or (plates is not None and plate_of(trace, site).name not in plates):
+        if site["type"] != "sample" or observed(site):
             continue
         name = site["name"]
+        group = layout[name].group if name in layout else plate_of(trace, site).name
+        if plates is not None and group not in plates:
+            continue
         if site["fn"].support.is_discrete:
             raise UserError(f"{name} in {where} is discrete, but a latent must be continuous; sum it out of the model")
         base = site["fn"]
@@ -128,8 +134,18 @@ def latents_of(trace: Any, where: str, plates: Container[str] | None = None) -> 
             raise UserError(f"{name} in {where} is a latent in an inner plate that is subsampled; give it its full size")
         transform = biject_to(site["fn"].support)
         shape = tuple(transform.inverse_shape(jnp.shape(site["value"])))
-        found.append(Latent(name, plate_of(trace, site), transform, shape))
+        found.append(Latent(name, placed(site, layout[name]) if name in layout else plate_of(trace, site), transform, shape))
     return found
+
+
+def placed(site: Any, place: Place) -> Plate:
+    """The group of a latent that has a place of its own, as a plate."""
+    if not place.group:
+        return NO_PLATE
+    transform = biject_to(site["fn"].support)
+    shape = transform.inverse_shape(jnp.shape(site["value"]))
+    count = int(shape[place.axis])
+    return Plate(place.group, count, place.axis - len(shape) + transform.domain.event_dim, count)
 
 
 def _total(trace: Any, frame: Any) -> int:
@@ -150,6 +166,33 @@ def log_prob(site: Any) -> Array:
     """A site's log density as the model counts it."""
     value = site["fn"].log_prob(site["value"])
     return value if site["scale"] is None else value * site["scale"]
+
+
+def elements(site: Any, real: Array | None = None) -> Array:
+    """A site's log density element by element, also where `to_event` made one event of them; of a latent, with its Jacobian."""
+    value = independent(site["fn"]).log_prob(site["value"])
+    if site["scale"] is not None:
+        scale = jnp.asarray(site["scale"])
+        value = value * scale.reshape(scale.shape + (1,) * (value.ndim - len(site["fn"].batch_shape) if scale.ndim else 0))
+    if real is None:
+        return value
+    transform = biject_to(site["fn"].support)
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    volume = transform.log_abs_det_jacobian(real, site["value"])
+    rank = min(value.ndim, volume.ndim)
+    return _summed(value, rank) + _summed(volume, rank)
+
+
+def independent(fn: Any) -> Any:
+    """A distribution without `to_event`."""
+    while isinstance(fn, Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def _summed(term: Array, rank: int) -> Array:
+    return jnp.sum(term, axis=tuple(range(rank, term.ndim)))
 
 
 def by_block(term: Array, plate: Plate) -> Float[Array, " blocks"]:

@@ -21,18 +21,22 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpyro.distributions import biject_to
 
 from fedbayes.errors import UserError
+from fedbayes.models.linked import Linked, layout_of, plain
 from fedbayes.models.sites import (
     NO_PLATE,
     Latent,
     Plate,
     Values,
     by_block,
+    elements,
     in_blocks,
+    independent,
     jacobian,
     latents_of,
     log_prob,
     observed,
     on_real_line,
+    placed,
     plate_of,
     run,
     theta_of,
@@ -82,7 +86,7 @@ class Structured:
     def local_latents(self, data: Any, indices: Values | None = None) -> list[Latent]:
         """The latents of a silo, in the order in which they are sampled."""
         sites = self._of_silo(data, known=indices)
-        found = latents_of(sites, "silo")
+        found = latents_of(sites, "silo", layout=layout_of(data))
         if both := {latent.name for latent in found} & {latent.name for latent in self.global_latents()}:
             raise UserError(f"{', '.join(sorted(both))} is sampled in population and in silo; give the silo's another name")
         if not any(observed(site) for site in sites.values()):
@@ -91,21 +95,24 @@ class Structured:
 
     def size(self) -> int:
         """n_G, the length of Z_G."""
-        return _remember(self, "size", None, lambda: sum(latent.width for latent in self.global_latents()))
+        return remember(self, "size", None, lambda: sum(latent.width for latent in self.global_latents()))
 
     def theta(self, data: Any = None) -> Values:
         """θ at its start, unconstrained: every `numpyro.param`; those of `silo` are found where a silo's data is given."""
         return theta_of(self._of_population()[1], {} if data is None else self._of_silo(data))
 
     def plates(self, data: Any) -> dict[str, Plate]:
-        """The outermost plates of a silo's sites; "" is no plate."""
+        """The outermost plates of a silo's sites, and groups of latents that stand for one; "" is no plate."""
 
         def find() -> dict[str, Plate]:
             sites = self._of_silo(data)
-            found = (plate_of(sites, site) for site in sites.values() if site["type"] == "sample")
-            return {plate.name: plate for plate in found}
+            found = [plate_of(sites, site) for site in sites.values() if site["type"] == "sample"]
+            # A group's latents may lie along another axis than its plate's: the plate itself comes last.
+            groups = [placed(sites[name], place) for name, place in layout_of(data).items() if name in sites]
+            whole = [NO_PLATE] if isinstance(data, Linked) else []
+            return {plate.name: plate for plate in [*whole, *groups, *found]}
 
-        return _remember(self, "plates", data, find)
+        return remember(self, "plates", data, find)
 
     def blocks(self, data: Any) -> dict[str, tuple[int, int]]:
         """For each plate of a silo that has latents: how many blocks, and how many numbers in one. "" is no plate."""
@@ -117,7 +124,7 @@ class Structured:
                 found[latent.plate.name] = (latent.plate.total, width + latent.width)
             return found
 
-        return _remember(self, "blocks", data, find)
+        return remember(self, "blocks", data, find)
 
     def rows(self, data: Any) -> int:
         """N_j, the number of observations: elements of an observed site's outermost plate, or of its first axis."""
@@ -128,7 +135,7 @@ class Structured:
             seen = [(plate_of(sites, site), jnp.shape(site["value"])) for site in sites.values() if observed(site)]
             return max(1, *(plate.total if plate.name else (*shape, 1)[0] for plate, shape in seen))
 
-        return _remember(self, "rows", data, find)
+        return remember(self, "rows", data, find)
 
     def subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         """Which elements a subsampled plate evaluates, by plate."""
@@ -146,7 +153,7 @@ class Structured:
             plates = (site for site in self._of_silo(data).values() if site["type"] == "plate")
             return {site["name"]: int(site["args"][0]) for site in plates if site["args"][1] not in (None, site["args"][0])}
 
-        return _remember(self, "subsampled", data, find)
+        return remember(self, "subsampled", data, find)
 
     def observed_values(self, data: Any) -> Values:
         """What a silo observes, by site."""
@@ -196,21 +203,26 @@ class Structured:
         self,
         theta: Values,
         z_global: Float[Array, " n_G"],
-        z_local: dict[str, Float[Array, "blocks width"]],
+        z_local: dict[str, Float[Array, "_blocks _width"]],
         data: Any,
         indices: dict[str, Int[Array, " size"]] | None = None,
-    ) -> dict[str, Float[Array, " blocks"]]:
+    ) -> dict[str, Float[Array, " _blocks"]]:
         """log p_θ(y, Z_L | Z_G) by block, with the log-Jacobian of the local bijections; "" holds what lies in no plate.
 
         The sum over all entries, each plate's times its `scale`, is the silo's term. Elements of a plate are apart, so that a
-        bound may treat each on its own. Of a subsampled plate, `indices` has the elements and `z_local` the latents of those.
+        bound may treat each on its own; where the data is `Linked`, that also holds for rows that read latents by index. Of a
+        subsampled plate, `indices` has the elements and `z_local` the latents of those.
         """
-        real = on_real_line(self.local_latents(data, indices), z_local)
+        latents = self.local_latents(data, indices)
+        real = on_real_line(latents, z_local)
         sites = self._of_silo(data, theta, z_global, real=real, known=indices)
-        found: dict[str, Float[Array, " blocks"]] = {}
+        links = data.links if isinstance(data, Linked) else {}
+        found: dict[str, Float[Array, " _blocks"]] = {}
         with other_peoples_code():
+            if isinstance(data, Linked):
+                found = _by_link({name: elements(sites[name], real.get(name)) for name in links}, links, latents)
             for name, site in sites.items():
-                if site["type"] != "sample":
+                if site["type"] != "sample" or name in links:
                     continue
                 plate = plate_of(sites, site)
                 terms = [log_prob(site) if plate.scale == 1 else log_prob(site) / plate.scale]
@@ -220,12 +232,31 @@ class Structured:
                     found[plate.name] = found.get(plate.name, jnp.zeros(plate.size)) + by_block(term, plate)
         return found
 
+    def elements(self, theta: Values, z_global: Float[Array, " n_G"], real: Values, data: Any, indices: Any = None) -> Values:
+        """log p_θ(y, Z_L | Z_G) of each site, element by element; latents on the real line in the shape of their site."""
+        sites = self._of_silo(data, theta, z_global, real=real, known=indices)
+        with other_peoples_code():
+            return {
+                name: elements(site, real.get(name))
+                for name, site in sites.items()
+                if site["type"] == "sample" and (observed(site) or name in real)
+            }
+
+    def declared(self, data: Any) -> dict[str, tuple[Plate, int]]:
+        """The outermost plate of each site as the model has it, and how many axes `to_event` made one event of."""
+        sites, found = self._of_silo(data), {}
+        for name, site in sites.items():
+            if site["type"] == "sample":
+                base = independent(site["fn"])
+                found[name] = plate_of(sites, site), site["fn"].event_dim - base.event_dim
+        return found
+
     def predictive(
         self,
         key: PRNGKeyArray,
         theta: Values,
         z_global: Float[Array, " n_G"],
-        z_local: dict[str, Float[Array, "blocks width"]],
+        z_local: dict[str, Float[Array, "_blocks _width"]],
         data: Any,
     ) -> Values:
         """All sites given Z_G and the silo's latents in the plates of `z_local`; the others come from their prior.
@@ -233,7 +264,8 @@ class Structured:
         What is observed is drawn anew, and `log <site>` has the log density of what was observed.
         """
         everyone = self.everyone(data)
-        real = on_real_line(latents_of(self._of_silo(data, known=everyone), "silo", z_local), z_local)
+        latents = latents_of(self._of_silo(data, known=everyone), "silo", z_local, layout_of(data))
+        real = on_real_line(latents, z_local)
         for_latents, key = jax.random.split(key)
         sites = self._of_silo(data, theta, z_global, real=real, known=everyone, key=for_latents)
         found = {**self.global_values(theta, z_global), **unknown(sites)}
@@ -253,7 +285,7 @@ class Structured:
         """The sites of a silo."""
         population = self._of_population(theta, z)[0]
         try:
-            return run(self.silo, (population, data), theta=theta, **known)[1]
+            return run(self.silo, (population, plain(data)), theta=theta, **known)[1]
         except (TypeError, ValueError, IndexError, AttributeError, AssertionError) as problem:
             what = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
             raise UserError(f"silo(population, data) does not fit this data: {what}") from problem
@@ -261,10 +293,23 @@ class Structured:
             raise UserError(f"silo reads {problem}, which its data and what population returns do not have") from problem
 
 
+def _by_link(
+    terms: dict[str, Array], links: dict[str, Int[Array, ...]], latents: list[Latent]
+) -> dict[str, Float[Array, " _blocks"]]:
+    """Terms added up in the blocks that they are linked to, groups in the order of their names; what has none is in ""."""
+    sizes = {latent.plate.name: latent.plate.size for latent in latents if latent.plate.name}
+    names, total = sorted(sizes), sum(sizes.values())
+    sums = jnp.zeros(total + 1)
+    for name, blocks in links.items():
+        sums = sums + jax.ops.segment_sum(jnp.ravel(terms[name]), jnp.ravel(blocks), total + 1)
+    edges = np.cumsum([sizes[name] for name in names], dtype=int).tolist()
+    return dict(zip([*names, ""], jnp.split(sums, edges), strict=True))
+
+
 _known: dict[Any, Any] = {}
 
 
-def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
+def remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
     """What follows from shapes alone is found once: a model is traced many times while a program is made."""
     leaves, treedef = jax.tree.flatten(data)
     signature = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
@@ -276,9 +321,13 @@ def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) ->
     return _known[key]
 
 
-def encode(encoder: Callable[[Any], Any], theta: Values, data: Any, indices: Values | None = None) -> tuple[Any, Values]:
-    """What an inference network gives for a silo's data, and the parameters that it has at the start."""
-    return run(encoder, (data,), known=indices, theta=theta)[0], theta_of(run(encoder, (data,), known=indices)[1])
+def encode(
+    encoder: Callable[..., Any], theta: Values, data: Any, z: Float[Array, " n_G"], indices: Values | None = None
+) -> tuple[Any, Values]:
+    """What an inference network gives for a silo's data, and Z_G if it takes it; and its parameters at the start."""
+    takes = [one for one in inspect.signature(encoder).parameters.values() if one.default is one.empty]
+    arguments = (plain(data), z) if len(takes) > 1 else (plain(data),)
+    return run(encoder, arguments, known=indices, theta=theta)[0], theta_of(run(encoder, arguments, known=indices)[1])
 
 
 def numbers(draws: dict[str, Any], most: int = 200) -> list[tuple[str, np.ndarray]]:

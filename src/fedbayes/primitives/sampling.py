@@ -258,35 +258,43 @@ def _split_rhat(value: Float[Array, "c s d"], count: Int[Array, ""]) -> Float[Ar
 
 
 def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
-    """q(Z_L | Z_G) of each plate's blocks from draws: means by regression on Z_G, and scales that move with it."""
+    """q(Z_L | Z_G) of each plate's blocks from draws: means by regression on Z_G and the silo's own latents, and scales that
+    move with them."""
     u = draws.u.reshape(-1, draws.u.shape[-1])
     weight = jnp.tile(draw_mask(draws), draws.u.shape[0]).astype(u.dtype)
     total, n = jnp.maximum(jnp.sum(weight), 2.0), u.shape[1]
     to_offset = jax.scipy.linalg.solve_triangular(gaussian.root(q), jnp.eye(n), lower=True)  # u = this (Z_G − μ_G)
-    design = jnp.concatenate([jnp.ones((len(u), 1)), u], axis=1) * weight[:, None]
-    gram = design.T @ design + jnp.diag(jnp.append(0.0, jnp.full(n, 1e-3 * total)))
+    flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.z.items()}
 
-    def slopes(value: Float[Array, "s blocks d"]) -> tuple[Array, Array]:
-        found = jnp.linalg.solve(gram, jnp.einsum("si,sbd->ibd", design, value).reshape(n + 1, -1))
-        found = found.reshape(n + 1, *value.shape[1:])
-        return found[0], jnp.moveaxis(found[1:], 0, -1)
+    def of_plate(value: Float[Array, "s blocks d"], parents: Float[Array, "s m"]) -> Local:
+        m, d = parents.shape[1], value.shape[-1]
+        design = jnp.concatenate([jnp.ones((len(parents), 1)), parents], axis=1) * weight[:, None]
+        gram = design.T @ design
+        gram = gram + jnp.diag(jnp.append(0.0, 1e-3 * jnp.diagonal(gram)[1:] + 1e-6))
 
-    def of_plate(value: Float[Array, "c s blocks d"]) -> Local:
-        value = value.reshape(-1, *value.shape[2:])
+        def slopes(value: Float[Array, "s blocks d"]) -> tuple[Array, Array]:
+            found = jnp.linalg.solve(gram, jnp.einsum("si,sbd->ibd", design, value).reshape(m + 1, -1))
+            found = found.reshape(m + 1, *value.shape[1:])
+            return found[0], jnp.moveaxis(found[1:], 0, -1)
+
         mean, C = slopes(value)
-        residual = value - mean[None] - jnp.einsum("bdn,sn->sbd", C, u)
+        residual = value - mean[None] - jnp.einsum("bdn,sn->sbd", C, parents)
         variance = jnp.maximum(jnp.einsum("s,sbd->bd", weight, residual**2) / total, 1e-12)
-        _, twice = slopes(jnp.log(residual**2 / variance[None] + 1e-6))
-        D = jnp.clip(twice / 2, -2.0, 2.0)
-        residual = residual * jnp.exp(-jnp.einsum("bdn,sn->sbd", D, u))
+        middle, twice = slopes(jnp.log(residual**2 / variance[None] + 1e-6))
+        D = twice / 2
+        moving = jnp.clip(jnp.einsum("bdn,sn->sbd", D, parents), -3.0, 3.0)
+        residual = residual * jnp.exp(-moving)
         covariance = jnp.einsum("s,sbi,sbj->bij", weight, residual, residual) / total
-        floor = 1e-6 * jnp.einsum("bii->b", covariance) / value.shape[-1] + 1e-12
-        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(value.shape[-1])[None])
+        floor = 1e-6 * jnp.einsum("bii->b", covariance) / d + 1e-12
+        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(d)[None])
         scale = jnp.diagonal(root, axis1=1, axis2=2)
-        lower = jnp.tril(root / scale[..., None], -1) if value.shape[-1] > 1 else None
-        return Local(mean, jnp.log(scale), lower, C @ to_offset, D @ to_offset)
+        lower = jnp.tril(root / scale[..., None], -1) if d > 1 else None
+        C, D = (jnp.concatenate([part[..., :n] @ to_offset, part[..., n:]], axis=-1) for part in (C, D))
+        return Local(mean, jnp.log(scale), lower, C, D)
 
-    return {name: of_plate(value) for name, value in draws.z.items()}
+    found = {"": of_plate(flat[""], u)} if "" in flat else {}
+    below = jnp.concatenate([u, flat[""][:, 0] - found[""].mean], axis=1) if "" in flat else u
+    return {name: found[""] if not name else of_plate(value, below) for name, value in flat.items()}
 
 
 class Moments(NamedTuple):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes.algorithm import DownT, LocalT, ServerT, StructuredAlgorithm, UpT
 from fedbayes.primitives import variational
+from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.variational import Family, Locals, Shared, Silo
 
 
@@ -27,6 +28,10 @@ class Variational(StructuredAlgorithm[ServerT, LocalT, DownT, UpT]):
     @abc.abstractmethod
     def lr(self) -> float:
         """Adam's step size."""
+
+    def prepared(self, data: Any) -> Any:
+        """A silo's data with the dependency structure that is found in it; an encoder names plates, so it keeps them."""
+        return linked(self.structured, data, regroup=self.family.encoder is None)
 
     def at(self, data: Any) -> Silo:
         """A silo with these data."""

@@ -24,6 +24,7 @@ from fedbayes.engine.round import round_count
 from fedbayes.engine.silo_data import from_shapes, naming_silo, plan
 from fedbayes.engine.silos import SiloSimulation, SiloStates
 from fedbayes.errors import UserError
+from fedbayes.models.linked import like
 from fedbayes.models.sites import Latent, Values
 from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
@@ -144,11 +145,13 @@ class SiloFit:
     def predictive(self, silo: str, data: Any, draws: int = 200, seed: int = 0) -> dict[str, Array]:
         """Draws of what a silo would observe on new rows, and of the model's deterministic sites: (draws, …) for each.
 
-        What the silo has outside plates is drawn from its posterior; the elements of plates are new and come from their prior,
-        or from what an encoder gives for them.
+        What the silo has outside plates is drawn from its posterior, and so are elements that rows refer to by index, as
+        `a[data["county"]]` does; other elements of plates are new and come from their prior, or from what an encoder gives.
         What is not known of the new rows may be None where the model allows `obs=None`.
         """
         form, arrays = naming_silo(silo, trees.take_apart, data)
+        laid_out = like(self.simulation.data(silo), trees.put_together(form, arrays))
+        form, arrays = trees.take_apart(laid_out)
         return self._predicted(silo, form, arrays, draws, seed, own=False)
 
     def adapt(self, name: str, data: Any, seed: int = 0) -> SiloFit:
@@ -194,7 +197,7 @@ class SiloFit:
     def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
         """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
         if why := _inseparable(self.simulation):
-            raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
+            raise UserError(f"{why}, so draws cannot be weighed block by block; k̂ is not available for this model")
         family, structured = self.algorithm.family, self._structured
         total = silo_programs.log_populations(structured, self.shared.theta, z)
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
@@ -294,11 +297,12 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
         low, high = np.quantile(value, [0.05, 0.95])
         posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
-    small = fit.shared.eta.mean.size <= LARGEST and not _inseparable(fit.simulation)
+    why = _inseparable(fit.simulation)
+    small = fit.shared.eta.mean.size <= LARGEST and not why
     found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
     bound = float(np.mean([entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]))
     known = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    return {"posterior": posterior, "theta": theta, "bound": bound, **known}
+    return {"posterior": posterior, "theta": theta, "bound": bound, **known, **({"unchecked": why} if why else {})}
 
 
 def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:

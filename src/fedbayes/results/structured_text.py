@@ -28,7 +28,7 @@ def verdict(result: dict[str, Any]) -> str:
     """The bound, and how far the posterior can be relied on, in a sentence."""
     bound, khat, ess = f"bound {result['bound']:.2f}", result["khat"], result["ess"]
     if khat is None:
-        return bound
+        return f"{bound}; not checked: {result['unchecked']}" if result.get("unchecked") else bound
     if ess > 0.8:
         words = "q is close to the posterior" + (", but for its far tails" if khat > 0.7 else "")
     else:
