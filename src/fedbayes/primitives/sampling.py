@@ -280,7 +280,7 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
         mean, C = slopes(value)
         residual = value - mean[None] - jnp.einsum("bdn,sn->sbd", C, parents)
         variance = jnp.maximum(jnp.einsum("s,sbd->bd", weight, residual**2) / total, 1e-12)
-        middle, twice = slopes(jnp.log(residual**2 / variance[None] + 1e-6))
+        _, twice = slopes(jnp.log(residual**2 / variance[None] + 1e-6))
         D = twice / 2
         moving = jnp.clip(jnp.einsum("bdn,sn->sbd", D, parents), -3.0, 3.0)
         residual = residual * jnp.exp(-moving)
