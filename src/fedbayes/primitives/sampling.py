@@ -83,7 +83,9 @@ def nuts(
     blocks = [("G",)] + ([tuple(f"L{name}" for name in names)] if names else [])
 
     def potential(z: dict[str, Array]) -> Float[Array, ""]:
-        return -log_density(z["G"], {name: z[f"L{name}"] for name in names})
+        value = -log_density(z["G"], {name: z[f"L{name}"] for name in names})
+        # Far out, a momentum's square is beyond single precision, and its sign is chance: nothing there may be accepted.
+        return jnp.where(value < 1e15, value, jnp.inf)
 
     init, step = hmc(potential)
     variance = jnp.concatenate([jnp.ravel(start.variance[name]) for name in names]) if names else jnp.zeros(0)
@@ -140,7 +142,7 @@ def nuts(
             moved = moved + jnp.where(number == last, jnp.mean(state.potential_energy != before, dtype=moved.dtype), 0.0)
             return state, average, jax.tree.map(jnp.add, sums, more), (room, gradients, diverging, moved)
 
-        begin = (state, ss_init(jnp.log(10 * step_size)), sums, store)
+        begin = (state, ss_init(jnp.log(3 * step_size)), sums, store)
         # Dual averaging starts above the step size at hand; at the first step it is the step size itself.
         begin = (begin[0], (jnp.log(step_size), *begin[1][1:]), *begin[2:])
         state, average, sums, store = jax.lax.fori_loop(0, lengths[number], one_step, begin)
