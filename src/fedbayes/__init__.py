@@ -35,7 +35,7 @@ NAMES = {
     "results.fit": ["Fit"],
     "results.opened": ["open"],
     "results.posterior": ["Posterior"],
-    "results.simulate": ["simulate"],
+    "results.simulate": ["fit", "simulate"],
     "results.structured_fit": ["SiloFit"],
     **{module_of(name): [entry.cls] for name, entry in REGISTRY.items()},
 }

@@ -52,6 +52,7 @@ from fedbayes.results import trackers as trackers
 from fedbayes.results.fit import Fit as Fit
 from fedbayes.results.opened import open as open
 from fedbayes.results.posterior import Posterior as Posterior
+from fedbayes.results.simulate import fit as fit
 from fedbayes.results.simulate import simulate as simulate
 from fedbayes.results.structured_fit import SiloFit as SiloFit
 

@@ -11,9 +11,11 @@ from typing import Annotated, Any, NamedTuple
 from tyro.conf import UseAppendAction, arg
 
 from fedbayes.algorithms import find, names
+from fedbayes.algorithms.default import MOST, default
 from fedbayes.cli.arguments import keeping, parse, python_file
 from fedbayes.cli.display import plain_table, progress_bar, show
 from fedbayes.errors import UserError
+from fedbayes.models.structured import Structured
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
 from fedbayes.results.trackers import tracker
@@ -26,10 +28,10 @@ Fit a NumPyro model over silos whose data stays apart. FILE is a Python file tha
   silo(population, data)    samples a silo's own latents and observes its data
   silos()                   gives a dict of names and their data; a dict of that name will do too
 and may have
-  algorithm                 what fits it by default, such as fedbayes.PVI(population, silo)
+  algorithm                 the method, such as fedbayes.PVI(population, silo); without it, the one that suits the model
   rounds                    how many rounds it needs
 
-algorithms: {algorithms} (default sfvi)
+algorithms: {algorithms} (default ep; sfvi for models with more than {most} global latents or with parameters)
 fedbayes fit FILE --help lists the options."""
 
 
@@ -58,7 +60,7 @@ class Options:
 def main(arguments: Sequence[str]) -> None:
     """Fit, print the posterior and where the run is."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE.format(algorithms=", ".join(names("silos"))))
+        print(USAGE.format(algorithms=", ".join(names("silos")), most=MOST))
         return
     path = Path(arguments[0])
     if str(path).startswith("-"):
@@ -73,7 +75,11 @@ def main(arguments: Sequence[str]) -> None:
         given |= {"callbacks": (add(label, rounds), *trackers), "config": {"file": path.name}}
         fit = simulate(options.algorithm, data, rounds, folder=folder, **given)
     silos = "1 silo" if len(data) == 1 else f"{len(data)} silos"
-    show(f"{path.stem}: {label} over {silos}, {rounds} rounds, seed {options.seed}")
+    if file.why:
+        show(file.why)
+    ran = fit.result["rounds"]
+    ended = f"converged after {ran} rounds" if ran < rounds else f"{ran} rounds"
+    show(f"{path.stem}: {label} over {silos}, {ended}, seed {options.seed}")
     show(plain_table(["", *HEADINGS], rows(fit.result) or [["too many numbers to list: see posterior.nc"]]))
     show(verdict(fit.result))
     show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
@@ -85,17 +91,19 @@ class ModelFile(NamedTuple):
     algorithm: Any
     name: str
     silos: Mapping[str, Any]
+    why: str = ""
+    """Why it is not the usual default, if so."""
 
 
 def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[str]]:
     """A model file with the algorithm that --algorithm names, or its own; and the arguments that are left."""
     module = load(path)
     name, rest = _algorithm_name(list(arguments))
-    chosen = _default(module, name)
-    chosen.structured.global_latents()  # what is wrong with the population is said before anything else
+    Structured(module.population, module.silo).global_latents()  # what is wrong with the population is said first
+    silos = {} if "-h" in rest or "--help" in rest else _silos(module, path)  # help needs no data
+    chosen, why = _chosen(module, name, next(iter(silos.values()), None))
     label = next(known for known in names("silos") if find(known) is type(chosen))
-    asked = "-h" in rest or "--help" in rest  # help needs no data
-    return ModelFile(chosen, label, {} if asked else _silos(module, path)), rest
+    return ModelFile(chosen, label, silos, why), rest
 
 
 def load(path: Path) -> ModuleType:
@@ -113,19 +121,32 @@ def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _default(module: ModuleType, name: str | None) -> Any:
-    """The file's own algorithm, or another one with the family that the file chose; its rounds are those of the run."""
+def _chosen(module: ModuleType, name: str | None, data: Any) -> tuple[Any, str]:
+    """The algorithm that was named, the file's own, or the default, with its rounds; and why, if it is unusual.
+
+    Another algorithm than the file's takes over the file's family, where both have one.
+    """
     own: Any = getattr(module, "algorithm", None)
     if own is not None and type(own) not in map(find, names("silos")):
         expected = "it must be one with its model, such as fedbayes.PVI(population, silo)"
         raise UserError(f"algorithm in {module.__name__}.py is {own!r}, but {expected}")
     if own is not None and (name is None or isinstance(own, find(name, "silos"))):
         rounds = own.rounds or getattr(module, "rounds", None) or own.default_rounds
-        return dataclasses.replace(own, rounds=rounds)
-    cls = find(name or "sfvi", "silos")
-    family = {} if own is None else {"family": own.family}
-    rounds = (getattr(module, "rounds", None) if own is None else None) or cls.default_rounds
-    return cls(module.population, module.silo, rounds=rounds, **family)
+        return dataclasses.replace(own, rounds=rounds), ""
+    why = ""
+    if name is None:
+        algorithm, why = default(module.population, module.silo, data)
+    else:
+        algorithm = find(name, "silos")(module.population, module.silo)
+        if own is not None and _has_family(own) and _has_family(algorithm):
+            algorithm = dataclasses.replace(algorithm, family=own.family)
+    rounds = (getattr(module, "rounds", None) if own is None else None) or algorithm.default_rounds
+    return dataclasses.replace(algorithm, rounds=rounds), why
+
+
+def _has_family(algorithm: Any) -> bool:
+    """Whether a family can be chosen for it."""
+    return any(field.name == "family" and field.init for field in dataclasses.fields(algorithm))
 
 
 def _silos(module: ModuleType, path: Path) -> Mapping[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from fedbayes import wire
 from fedbayes.algorithm import AnyNetwork, AnyStructured, NetworkAlgorithm, StructuredAlgorithm
+from fedbayes.algorithms.default import default
 from fedbayes.data.clients import Clients
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.local_state import States
@@ -24,6 +26,8 @@ from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe_data, fi
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.opened import keep
 from fedbayes.results.structured_fit import SiloFit, fit_silos
+
+log = logging.getLogger("fedbayes")
 
 
 @overload
@@ -47,9 +51,7 @@ def simulate(algorithm: Any, data: Any, rounds: int | None = None, **options: An
     if isinstance(algorithm, NetworkAlgorithm):
         if not isinstance(data, Clients):
             given, title = type(data).__name__, algorithm.title
-            raise UserError(
-                f"data is {given}, but it is Clients for {title}, a network's method; SFVI, SFVIAvg and PVI fit silos"
-            )
+            raise UserError(f"data is {given}, but it is Clients for {title}, a network's method; EP, PVI and SFVI fit silos")
         return simulate_clients(algorithm, data, algorithm.default_rounds if rounds is None else rounds, **options)
     if not isinstance(algorithm, StructuredAlgorithm):
         given = algorithm.__name__ if isinstance(algorithm, type) else repr(algorithm)
@@ -57,6 +59,38 @@ def simulate(algorithm: Any, data: Any, rounds: int | None = None, **options: An
     if not isinstance(data, Mapping):
         raise UserError(f"data is {type(data).__name__}, but {algorithm.title} fits silos: give a dict of names and their data")
     return fit_silos(algorithm, data, rounds, **options)
+
+
+def fit(
+    population: Callable[[], Any],
+    silo: Callable[[Any, Any], None],
+    silos: Mapping[str, Any],
+    rounds: int | None = None,
+    **options: Any,
+) -> SiloFit:
+    """Fit a NumPyro model over silos: `simulate` with the method that suits the model, EP up to some tens of global latents.
+
+    Args:
+        population: Samples what all silos share.
+        silo: Given what `population` returned and a silo's data: samples its own latents and observes its data.
+        silos: Each silo's data by its name.
+        rounds: At most so many; EP ends by itself.
+        options: Those of `fit_silos`, such as seed and folder.
+
+    >>> import fedbayes as fb, numpyro, numpyro.distributions as dist
+    >>> def population():
+    ...     return numpyro.sample("mean", dist.Normal(0.0, 10.0))
+    >>> def silo(mean, data):
+    ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
+    >>> found = fb.fit(population, silo, {"a": {"y": np.ones(8)}, "b": {"y": np.zeros(8)}})
+    >>> bool(abs(found.draws()["mean"].mean() - 0.5) < 0.05)
+    True
+    """
+    first = next(iter(silos.values()), None) if isinstance(silos, Mapping) else None
+    algorithm, why = default(population, silo, first)
+    if why:
+        log.warning("%s", why)
+    return simulate(algorithm, silos, rounds, **options)
 
 
 def simulate_clients(
