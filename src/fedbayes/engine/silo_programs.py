@@ -40,12 +40,3 @@ def predict(
 def adapt(algorithm: AnyStructured, form: Any, key: Any, down: Any, local: Any, arrays: Any) -> Any:
     """The state of a silo that may never have trained."""
     return algorithm.adapt(key, down, local, trees.put_together(form, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def evidence(
-    family: Any, structured: Any, form: Any, inner: int, key: Any, shared: Any, eta: Any, arrays: Any, z: Any
-) -> Float[Array, " s"]:
-    """log p(y_j | Z_G) of a silo at each draw of Z_G."""
-    silo = variational.Silo(family, structured, trees.put_together(form, arrays))
-    return variational.log_evidence(silo, key, shared, eta, z, inner)
