@@ -23,7 +23,7 @@ from fedbayes.primitives.variational import Shared, Silo
 
 POINTS = 2000
 """Points of a round: 8 bytes each is what a silo sends."""
-INNER = 16
+INNER = 32
 """Draws of a silo's latents for each of them."""
 SHIFT, RATIO = 0.3, 1.3
 """A silo counts those of its latents whose mean is off by more standard deviations, and whose deviation by this factor."""

@@ -14,11 +14,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from fedbayes.algorithms.evidence import POINTS, Told
+from fedbayes.models import frames
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.evidence import FLOOR
 from fedbayes.results import mixtures
@@ -29,7 +34,7 @@ ROUNDS = 4
 """Evidence rounds of a correction, at most."""
 MOST = 40
 """Global latents up to which a correction is tried."""
-ENOUGH = 500
+ENOUGH = 1000
 """Effective draws from which on no further round is asked for."""
 LEAST = 100
 """Effective draws below which weighted draws are not believed."""
@@ -73,6 +78,50 @@ class Corrected:
         return random.permutation(self.z[chosen])
 
 
+class Frame(Protocol):
+    """Other coordinates of Z_G, in which it may be less of a funnel (models/frames.py)."""
+
+    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
+        """x for each z, and log |dx/dz|."""
+
+    def back(self, x: Points) -> Points:
+        """z for each x."""
+
+
+class Standardised:
+    """Global latents by the location and the scale that the population draws them with."""
+
+    def __init__(self, structured: Structured, theta: Values, dtype: Any) -> None:
+        self.structured, self.theta, self.dtype = structured, theta, dtype
+
+    @classmethod
+    def of(cls, structured: Structured, theta: Values, q: gaussian.Global) -> Standardised | None:
+        """The frame of a model; None where no latent is drawn with a location or a scale that others have."""
+        frame = cls(structured, theta, q.mean.dtype)
+        noise = np.random.default_rng(0).normal(size=(8, q.mean.size))
+        x, _ = frame.to(noise)
+        y, _ = frame.to(noise[::-1].copy())
+        affine = frame.to(noise + 1.0)[0] - x
+        fixed = np.allclose(x, y[::-1], equal_nan=True) and np.allclose(affine, affine[:1], rtol=1e-3, atol=1e-3)
+        return None if fixed else frame
+
+    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
+        """x for each z, and log |dx/dz|."""
+        x, slope = frames.standardised(self.structured, self.theta, jnp.asarray(z, self.dtype))
+        return np.asarray(x, float), np.asarray(slope, float)
+
+    def back(self, x: Points) -> Points:
+        """z for each x."""
+        return np.asarray(frames.placed(self.structured, self.theta, jnp.asarray(x, self.dtype)), float)
+
+
+class Proposal(NamedTuple):
+    """Where the points of a round come from: components over z, and components over x in the frame, if there is one."""
+
+    plain: Mixture
+    framed: Mixture
+
+
 class Sampler:
     """Adaptive importance sampling of Z_G, a round at a time.
 
@@ -82,14 +131,18 @@ class Sampler:
         ask: What silos tell.
         seed: Of the points.
         points: Points of a round.
+        frame: Other coordinates, in which proposals are fitted too.
     """
 
-    def __init__(self, q: gaussian.Global, log_prior: Density, ask: Ask, seed: int = 0, points: int = POINTS) -> None:
-        self.q, self.log_prior, self.ask, self.seed, self.points = q, log_prior, ask, seed, points
+    def __init__(
+        self, q: gaussian.Global, log_prior: Density, ask: Ask, seed: int = 0, points: int = POINTS, frame: Frame | None = None
+    ) -> None:
+        self.q, self.log_prior, self.ask, self.seed, self.points, self.frame = q, log_prior, ask, seed, points, frame
         mean, root = np.asarray(q.mean, float), np.linalg.cholesky(np.asarray(gaussian.covariance(q), float))
         self.normal = Component(1.0, mean, root, math.inf)
-        self.proposals: list[Mixture] = []
+        self.proposals: list[Proposal] = []
         self.z: Points = np.zeros((0, len(mean)))
+        self.x, self.slope = self.z, np.zeros(0)
         self.log_p = self.difference = np.zeros(0)
         self.told: list[Told] = []
 
@@ -99,11 +152,12 @@ class Sampler:
         return len(self.proposals)
 
     def round(self) -> Corrected:
-        """One more evidence round, from q at first and then from a mixture fitted to the weighted points."""
-        proposal = self._next() if self.rounds else self._first()
+        """One more evidence round, from q at first and then from mixtures fitted to the weighted points."""
         random = np.random.default_rng([self.seed, self.rounds])
+        proposal = self._next() if self.rounds else self._first(random)
+        z = self._draw(proposal, random)
         # Points cross as the silos' numbers, and are what they are after that.
-        z = mixtures.draw(proposal, random, self.points).astype(np.asarray(self.q.mean).dtype).astype(float)
+        z = z.astype(np.asarray(self.q.mean).dtype).astype(float)
         self.proposals.append(proposal)
         told = self.ask(z, self.rounds)
         with np.errstate(invalid="ignore"):
@@ -111,19 +165,23 @@ class Sampler:
         log_p = np.where(np.isfinite(log_p) & (np.asarray(told.evidence) > FLOOR / 10), log_p, -np.inf)
         self.told.append(told)
         self.z = np.concatenate([self.z, z])
+        if self.frame is not None:
+            self.x, self.slope = self.frame.to(self.z)
+            fine = np.isfinite(self.x).all(axis=1) & np.isfinite(self.slope)
+            self.x, self.slope = np.where(fine[:, None], self.x, 0.0), np.where(fine, self.slope, -np.inf)
         self.log_p = np.concatenate([self.log_p, log_p])
         self.difference = np.concatenate([self.difference, np.asarray(told.difference, float)])
         return self.weighed()
 
     def of_q(self) -> tuple[Points, Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
         """The points that q itself gave, their log importance ratios, and the difference between halves."""
-        count = round(self.proposals[0][0].share * self.points)
+        count = round(self.proposals[0].plain[0].share * self.points)
         z = self.z[:count]
         return z, self.log_p[:count] - self.normal.log_density(z), self.difference[:count]
 
     def weighed(self) -> Corrected:
         """All points so far, with their weights."""
-        mixed = [mixtures.log_density(one, self.z) for one in self.proposals]
+        mixed = [self._log_density(one) for one in self.proposals]
         log_q = np.logaddexp.reduce(mixed) - math.log(len(mixed))
         ratios = self.log_p - log_q
         weights, khat = smoothed(ratios)
@@ -132,29 +190,74 @@ class Sampler:
         sent = self.rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
         return Corrected(self.z, weights, khat, ess, self.rounds, sent, halves)  # type: ignore[arg-type]
 
-    def _first(self) -> Mixture:
+    def _draw(self, proposal: Proposal, random: np.random.Generator) -> Points:
+        count = round(sum(one.share for one in proposal.plain) * self.points)
+        plain = mixtures.draw(_whole(proposal.plain), random, count)
+        if self.frame is None or count == self.points:
+            return plain
+        x = mixtures.draw(_whole(proposal.framed), random, self.points - count)
+        back = self.frame.back(x)
+        return np.concatenate([plain, np.where(np.isfinite(back), back, 0.0)])
+
+    def _log_density(self, proposal: Proposal) -> Float[np.ndarray, " s"]:
+        found = mixtures.log_density(proposal.plain, self.z)
+        if proposal.framed:
+            found = np.logaddexp(found, mixtures.log_density(proposal.framed, self.x) + self.slope)
+        return found
+
+    def _first(self, random: np.random.Generator) -> Proposal:
         mean, root = self.normal.mean, self.normal.root
         wider = [Component(0.35, mean, 1.2 * root, 5.0), Component(0.15, mean, 2.0 * root, 3.0)]
-        return [self.normal._replace(share=0.5), *wider]
+        half = [self.normal._replace(share=0.5)]
+        if self.frame is None:
+            return Proposal([*half, *wider], [])
+        x, _ = self.frame.to(self.normal.draw(random, self.points))
+        x = x[np.isfinite(x).all(axis=1)]
+        framed = mixtures.fitted(x, np.full(len(x), 1 / len(x)), 1)
+        return Proposal([*half, *mixtures.scaled(wider, 0.5)], mixtures.scaled(framed, 0.25))
 
-    def _next(self) -> Mixture:
-        """A mixture for the points so far; where few have all of the weight, for flatter weights w^β."""
+    def _next(self) -> Proposal:
+        """Mixtures for the points so far; where few have all of the weight, for flatter weights w^β."""
         now, n = self.weighed(), self.z.shape[1]
         wanted = min(max(100, 20 * n), 0.25 * len(self.z))
-        weights = now.weights
-        if now.ess < wanted:
-            low, high = 0.0, 1.0
-            for _ in range(30):
-                middle = (low + high) / 2
-                flat = _power(now.weights, middle)
-                low, high = (middle, high) if 1 / np.sum(flat**2) >= wanted else (low, middle)
-            weights = _power(now.weights, low)
-        found = mixtures.fitted(self.z, weights, COMPONENTS)
-        whole = mixtures.fitted(self.z, weights, 1)[0]
-        return [
-            *(one._replace(share=0.85 * one.share) for one in found),
-            whole._replace(share=0.15, root=1.5 * whole.root, degrees=3.0),
-        ]
+        weights = _flatter(now.weights, wanted)
+        far = now.ess < LEAST  # q is far from the posterior, or much narrower
+        wide = _flatter(now.weights, max(wanted, (n + 1) * (n + 2))) if far else weights
+
+        def of(points: Points, log_p: Float[np.ndarray, " s"]) -> Mixture:
+            found = mixtures.fitted(points, weights, COMPONENTS)
+            if far and (top := mixtures.surrogate(points, log_p, wide)) is not None:
+                found = [top._replace(share=0.6), *mixtures.scaled(found, 0.4)]
+            whole = mixtures.fitted(points, weights, 1)[0]
+            return [*mixtures.scaled(found, 0.85), whole._replace(share=0.15, root=1.5 * whole.root, degrees=3.0)]
+
+        plain = of(self.z, self.log_p)
+        if self.frame is None:
+            return Proposal(plain, [])
+        framed = of(self.x, self.log_p - self.slope)
+        # Which coordinates suit the points better.
+        share, one = 0.5, mixtures.log_density(plain, self.z)
+        other = mixtures.log_density(framed, self.x) + self.slope
+        for _ in range(10):
+            share = float(weights @ (1 / (1 + np.exp(np.clip(one - other, -50, 50)) * (1 - share) / share)))
+            share = min(max(share, 0.15), 0.85)
+        return Proposal(mixtures.scaled(plain, 1 - share), mixtures.scaled(framed, share))
+
+
+def _whole(mixture: Mixture) -> Mixture:
+    return mixtures.scaled(mixture, 1 / sum(one.share for one in mixture))
+
+
+def _flatter(weights: Float[np.ndarray, " s"], wanted: float) -> Float[np.ndarray, " s"]:
+    """w^β with the largest β up to 1 for which so many draws are effective."""
+    if 1 / np.sum(weights**2) >= wanted:
+        return weights
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        flat = _power(weights, middle)
+        low, high = (middle, high) if 1 / np.sum(flat**2) >= wanted else (low, middle)
+    return _power(weights, low)
 
 
 def smoothed(ratios: Float[np.ndarray, " s"]) -> tuple[Float[np.ndarray, " s"], float]:

@@ -11,6 +11,8 @@ from scipy.special import gammaln, logsumexp
 
 DEGREES = 5.0
 """Degrees of freedom of fitted components."""
+REACH = 6.0
+"""Deviations of the points, by the root of the dimension, beyond which a surrogate's top is not believed."""
 STEPS = 30
 """Of expectation maximisation."""
 
@@ -59,6 +61,11 @@ def draw(mixture: Mixture, random: np.random.Generator, count: int) -> Points:
     return np.concatenate([one.draw(random, int(n)) for one, n in zip(mixture, np.diff(edges), strict=True)])
 
 
+def scaled(mixture: Mixture, share: float) -> Mixture:
+    """The mixture with all shares times this one."""
+    return [one._replace(share=share * one.share) for one in mixture]
+
+
 def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
     """At most so many t components for weighted points, by expectation maximisation.
 
@@ -67,7 +74,7 @@ def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
     n, effective = z.shape[1], 1 / np.sum(weights**2)
     count = int(np.clip(effective / (8 * n + 8), 1, most))
     mean = weights @ z
-    whole = _covariance(z, weights, mean) + 1e-10 * np.diag(np.var(z, axis=0))
+    whole = _covariance(z, weights, mean)
     root = np.linalg.cholesky(whole)
     white = np.linalg.solve(root, (z - mean).T).T
     # The axes of the latents themselves, and those of the whitened points.
@@ -102,6 +109,38 @@ def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
     return components
 
 
+def surrogate(z: Points, log_p: Float[np.ndarray, " s"], weights: Float[np.ndarray, " s"]) -> Component | None:
+    """A t component at the top of the quadratic that fits log p best, which may lie far from all points; None if there is none.
+
+    It is what Newton's method would do next, without a derivative.
+    """
+    n = z.shape[1]
+    rows, columns = np.triu_indices(n)
+    terms = 1 + n + len(rows)
+    kept = np.isfinite(log_p) & (weights > 0)
+    if 1 / np.sum(weights**2) < 1.5 * terms or kept.sum() < 2 * terms:
+        return None
+    mean = weights @ z
+    root = np.linalg.cholesky(_covariance(z, weights, mean))
+    white = np.linalg.solve(root, (z[kept] - mean).T).T
+    design = np.concatenate([np.ones((len(white), 1)), white, white[:, rows] * white[:, columns]], axis=1)
+    scale = np.sqrt(weights[kept])[:, None]
+    found = np.linalg.lstsq(design * scale, (log_p[kept] - log_p[kept].max()) * scale[:, 0], rcond=None)[0]
+    curvature = np.zeros((n, n))
+    curvature[rows, columns] = -found[1 + n :]
+    curvature += curvature.T
+    values, vectors = np.linalg.eigh(curvature)
+    if values.max() <= 0:
+        return None
+    values = np.maximum(values, 0.02)  # no wider than some 7 deviations of the points, also where it bends up
+    top = vectors @ ((vectors.T @ found[1 : 1 + n]) / values)
+    far = np.sqrt(np.sum(top**2))
+    reach = REACH * math.sqrt(n)
+    top = top * min(1.0, reach / far) if far > 0 else top
+    return Component(1.0, mean + root @ top, np.linalg.cholesky(root @ (vectors / values @ vectors.T) @ root.T), DEGREES)
+
+
 def _covariance(z: Points, weights: Float[np.ndarray, " s"], mean: Float[np.ndarray, " n"]) -> Matrix:
     away = z - mean
-    return (away * weights[:, None]).T @ away
+    found = (away * weights[:, None]).T @ away
+    return found + 1e-8 * np.diag(np.diagonal(found)) + 1e-30 * np.eye(len(mean))

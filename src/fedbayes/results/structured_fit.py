@@ -30,7 +30,7 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, corrected, smoothed
+from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, corrected, smoothed
 from fedbayes.results.folder import AGAIN, SCHEMA, SHARED, Run, about, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures
@@ -152,17 +152,20 @@ class SiloFit:
         """Importance sampling of Z_G by evidence rounds."""
         if why := _inseparable(self.simulation):
             raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
-        return Sampler(self.shared.eta, self._log_prior, functools.partial(self._ask, inner, seed), seed, points)
+        frame = Standardised.of(self._structured, self.shared.theta, self.shared.eta)
+        return Sampler(self.shared.eta, self._log_prior, functools.partial(self._ask, inner, seed), seed, points, frame)
 
     def _log_prior(self, z: Float[np.ndarray, "s n"]) -> Float[np.ndarray, " s"]:
         given = jnp.asarray(z, self.shared.eta.mean.dtype)
         return np.asarray(silo_programs.log_populations(self._structured, self.shared.theta, given))
 
     def _ask(self, inner: int, seed: int, z: Float[np.ndarray, "s n"], round: int) -> Told:
-        """The evidence round of this number, over the silos that trained, by the steps of any round."""
+        """An evidence round over the silos that trained, by the steps of any round.
+
+        All have the noise of one round, so that silos' errors are the same function of Z_G in each.
+        """
         algorithm = Evidence(self.algorithm, len(z), inner)
-        state, number = algorithm.asking(self.shared, z), self.simulation.round + round
-        key = keys.of_round(seed, number)
+        state, key = algorithm.asking(self.shared, z), keys.of_round(seed, self.simulation.round + 1)
         down, partial, self._own = steps.broadcast(algorithm, key, state), None, {}
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
             if name in self.adapted:
@@ -183,12 +186,13 @@ class SiloFit:
             q=self.shared.eta,
             log_prior=self._log_prior,
             ask=functools.partial(self._ask, INNER, seed),
-            numbers=lambda z: dict(numbers(self._sites(jnp.asarray(z, self.shared.eta.mean.dtype)), LARGEST)),
+            numbers=functools.partial(global_numbers, self._structured, self.shared),
             bounds=[entry["bound"] for entry in self.history if "bound" in entry],
             health=algorithm.health(simulation.state, mine),
             why_not=_inseparable(simulation),
             samples=algorithm.samples,
             seed=seed,
+            frame=None if _inseparable(simulation) else Standardised.of(self._structured, self.shared.theta, self.shared.eta),
         )
         found = assess(case, correct)
         if self._own and not algorithm.samples:
@@ -355,6 +359,20 @@ def fit_silos(
         for one in listeners:
             one.finished(fit.result)
         return fit
+
+
+def global_numbers(structured: Structured, shared: variational.Shared, z: Float[np.ndarray, "s n"]) -> dict[str, np.ndarray]:
+    """The numbers of Z_G by name, as the population's sites have them and, where these are constrained, on the real line."""
+    values = silo_programs.global_values(structured, shared.theta, jnp.asarray(z, shared.eta.mean.dtype))
+    found, place = dict(numbers({name: values[name] for name in structured.global_names()}, LARGEST)), 0
+    for latent in structured.global_latents():
+        for offset in range(latent.width):
+            label = latent.name if latent.width == 1 else f"{latent.name}[{offset}]"
+            column = np.asarray(z[:, place + offset], float)
+            if not (label in found and np.allclose(found[label], column)):
+                found[f"{label} on the real line"] = column
+        place += latent.width
+    return found
 
 
 def kept_draws(folder: Path) -> Float[np.ndarray, "s n"] | None:

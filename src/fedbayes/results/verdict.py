@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fedbayes.primitives import gaussian
-from fedbayes.results.correction import LEAST, MOST, ROUNDS, Ask, Corrected, Density, Sampler, corrected, smoothed
+from fedbayes.results.correction import LEAST, MOST, ROUNDS, Ask, Corrected, Density, Frame, Sampler, corrected, smoothed
 from fedbayes.results.mixtures import Points
 
 GOOD, NOT_CONVERGED, TOO_SMALL, NOISE, NOT_CHECKED = (
@@ -63,6 +63,8 @@ class Case(NamedTuple):
     samples: bool
     """Whether silos keep draws of their own latents, and no q(Z_L | Z_G) is relied on."""
     seed: int = 0
+    frame: Frame | None = None
+    """Coordinates of Z_G in which proposals are fitted too."""
 
 
 class Assessed(NamedTuple):
@@ -80,7 +82,7 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
         why = f"{n} global latents are too many to weigh draws of them; up to {LARGEST} are checked"
     if why:
         return Assessed(_unchecked(case, why), None)
-    sampler = Sampler(case.q, case.log_prior, case.ask, case.seed)
+    sampler = Sampler(case.q, case.log_prior, case.ask, case.seed, frame=case.frame)
     found = sampler.round()
     checks = _of_q(sampler) | {"reference": _described(found), **_own(case, sampler)}
     apart = compared(case, sampler, found)
@@ -103,10 +105,10 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
     own, right = case.numbers(sampler.normal.draw(random, 4000)), case.numbers(reference.z)
     worst: dict[str, Any] = {"shift": 0.0, "shift_of": None, "ratio": 1.0, "ratio_of": None, "noise": 0.0}
     for name, values in right.items():
+        of_q, values = _bounded(np.asarray(own[name], float), np.asarray(values, float), reference.weights)
         mean, sd = moments(values, reference.weights)
         if not (math.isfinite(mean) and math.isfinite(sd)) or sd <= 1e-6 * abs(mean) + 1e-30:
             continue
-        of_q = np.asarray(own[name], float)
         shift, ratio = abs(of_q.mean() - mean) / sd, float(of_q.std() / sd)
         if shift > worst["shift"]:
             worst |= {"shift": float(shift), "shift_of": name}
@@ -116,6 +118,18 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
     return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"])))}
+
+
+def _bounded(of_q: np.ndarray, values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[np.ndarray, np.ndarray]:
+    """Both cut off far out, by quantiles of the weighted draws: a scale with a heavy prior has no moments."""
+    kept = (weights > 0) & np.isfinite(values)
+    order = np.argsort(values[kept])
+    level = np.cumsum(weights[kept][order])
+    low, middle, high = (
+        values[kept][order][min(np.searchsorted(level, at * level[-1]), kept.sum() - 1)] for at in (0.002, 0.5, 0.998)
+    )
+    one, other = (np.clip(np.nan_to_num(each), 2 * low - middle, 2 * high - middle) for each in (of_q, values))
+    return one, other
 
 
 def moments(values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[float, float]:
@@ -129,14 +143,17 @@ def moments(values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[float
 def rise(bounds: Sequence[float]) -> tuple[float, float] | None:
     """By how much the bound rose over the last tenth of the windows, and the standard error of that; None for few windows.
 
-    >>> rise([0.0] * 40), rise(list(range(40)))[0]
+    >>> rise([0.0] * 40), rise([float(one) for one in range(40)])[0]
     ((0.0, 0.0), 4.0)
     """
-    width = max(3, len(bounds) // 10)
-    if len(bounds) < 2 * width:
+    width = max(2, len(bounds) // 10)
+    used = np.array(bounds[-max(6, 3 * width) :], float)
+    if len(used) < 5:
         return None
-    last, before = np.array(bounds[-width:], float), np.array(bounds[-2 * width : -width], float)
-    return float(last.mean() - before.mean()), float(np.hypot(last.std(), before.std()) / math.sqrt(width - 1))
+    place = np.arange(len(used)) - (len(used) - 1) / 2
+    slope = float(place @ used / (place @ place))
+    left = used - used.mean() - slope * place
+    return slope * width, float(width * np.sqrt(left @ left / (len(used) - 2) / (place @ place)))
 
 
 def _of_q(sampler: Sampler) -> dict[str, Any]:
