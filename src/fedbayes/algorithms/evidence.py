@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -88,6 +89,11 @@ class Evidence(Algorithm[Server, Any, Down, Up]):
         """The server's state before a round about these points."""
         nothing = Told(jnp.zeros(self.points), jnp.zeros(self.points), *(jnp.zeros(()) for _ in range(4)))
         return Server(shared, jnp.asarray(points, shared.eta.mean.dtype), nothing)
+
+    def up_shapes(self, dtype: Any) -> Up:
+        """The shapes of what a silo sends, for numbers of this type."""
+        each, one = jax.ShapeDtypeStruct((self.points,), dtype), jax.ShapeDtypeStruct((), jnp.float32)
+        return Up(each, each, one, one, one, one)  # type: ignore[arg-type]
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """The fitted algorithm's start, and no points yet."""

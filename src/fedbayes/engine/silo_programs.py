@@ -12,13 +12,19 @@ from fedbayes import trees
 from fedbayes.algorithm import AnyStructured
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured
-from fedbayes.primitives import variational
+from fedbayes.primitives import gaussian, variational
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def global_values(structured: Structured, theta: Values, z: Float[Array, "s n"]) -> Values:
     """Z_G as the population has it, for each draw."""
     return jax.vmap(lambda one: structured.global_values(theta, one))(z)
+
+
+@jax.jit
+def global_draws(q: gaussian.Global, noise: Float[Array, "s n"]) -> Float[Array, "s n"]:
+    """Z_G from standard normal noise, for each draw."""
+    return jax.vmap(lambda one: gaussian.draw_global(q, one))(noise)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -210,7 +210,9 @@ def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]
         roots = {name: factored(name, within[name]) for name in names}
         if alone:
             root, follow = _reduced(factored, within, cross, roots)
-            slope = gradient[""] + sum((jnp.einsum("bdk,bd->k", follow[name], gradient[name]) for name in names), jnp.zeros(()))
+            slope = gradient[""] + sum(
+                (jnp.einsum("bdk,bd->k", follow[name], gradient[name])[None] for name in names), jnp.zeros(())
+            )
             own = _solve(root, slope)
             move = {name: _solve(roots[name], gradient[name]) + jnp.einsum("bdk,k->bd", follow[name], own[0]) for name in names}
             move[""] = own
@@ -235,7 +237,7 @@ def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]
 def _reduced(factored: Any, within: Any, cross: Any, roots: Any) -> tuple[Any, dict[str, Any]]:
     """The precision of the silo's own latents with those of plates integrated out, and how these follow them."""
     follow = {name: -jax.vmap(_cho_solve)(roots[name], cross[name]) for name in roots}
-    left = within[""] + sum((jnp.einsum("bdk,bdl->kl", cross[name], follow[name]) for name in roots), jnp.zeros(()))
+    left = within[""] + sum((jnp.einsum("bdk,bdl->kl", cross[name], follow[name])[None] for name in roots), jnp.zeros(()))
     return factored("", left), follow
 
 
@@ -272,13 +274,13 @@ def _weighed(
     def drawn(name: str, noise: Float[Array, "2 k blocks d"], near: Array | None) -> tuple[Array, Array, Array]:
         """Draws, of each half first those around the mode and then those from q; their log density under both together, and
         log N(mode, −curvature⁻¹) less it."""
-        mode, root, (_, k, _, d) = moved(name, near), proposals[name].root, noise.shape
+        mode, root, (_, k, _, d) = moved(name, near)[None, None], proposals[name].root, noise.shape
         of_mode = 2 * (3 * k // 8)
         away = jax.vmap(jax.vmap(functools.partial(_back, root)))(noise[:, :of_mode])
         from_q = jax.vmap(jax.vmap(functools.partial(q.draw, name)))(noise[:, of_mode:])
         z = jnp.concatenate([mode + away, from_q], axis=1)
         square = jnp.sum(jnp.einsum("bij,hkbi->hkbj", root, z - mode) ** 2, axis=-1)
-        log_mode = _log_t(square, d) + jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)
+        log_mode = _log_t(square, d) + jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)[None, None]
         log_q = jax.vmap(jax.vmap(functools.partial(q.log_t, name)))(z)
         log_density = jnp.logaddexp(math.log(of_mode / k) + log_mode, math.log(1 - of_mode / k) + log_q)
         log_normal = log_mode - _log_t(square, d) - square / 2 - d * math.log(2 * math.pi) / 2
@@ -300,7 +302,9 @@ def _weighed(
             log_w = _finite(part - found[name][1], FLOOR)
             better, apart, slope = _log_mean(log_w, found[name][2])
             value, difference = value + jnp.sum(better), difference + jnp.sum(apart)
-            mean[name], square[name] = _moments(log_w, found[name][2], slope, given[name] - centre[name], normal(name, near))
+            mean[name], square[name] = _moments(
+                log_w, found[name][2], slope, given[name] - centre[name][None, None], normal(name, near)
+            )
         return _Weighed(value, difference, mean, square)
 
     if "" not in noise:
@@ -310,7 +314,7 @@ def _weighed(
     log_w = _finite(given.evidence - log_density[..., 0], FLOOR)
     value, difference, slope = _log_mean(log_w, control[..., 0])
     share = jnp.exp(log_w - jax.nn.logsumexp(log_w))
-    mean, square = _moments(log_w[..., None], control, slope, z - centre[""], normal("", None))
+    mean, square = _moments(log_w[..., None], control, slope[None], z - centre[""][None, None], normal("", None))
     means, squares = (
         {name: jnp.tensordot(share, leaf, 2) for name, leaf in moments.items()} for moments in (given.mean, given.square)
     )
@@ -327,30 +331,30 @@ def _log_mean(
     normal no error is left.
     """
     most = jnp.max(log_w, axis=(0, 1))
-    weight, control = jnp.exp(log_w - most), jnp.exp(log_control)
-    away = control - jnp.mean(control, axis=(0, 1))
-    slope = jnp.sum(away * weight, axis=(0, 1)) / jnp.maximum(jnp.sum(away**2, axis=(0, 1)), 1e-12)
+    weight, control = jnp.exp(log_w - most[None, None]), jnp.exp(log_control)
+    away = control - jnp.mean(control, axis=1, keepdims=True)
+    slopes = jnp.sum(away * weight, axis=1) / jnp.maximum(jnp.sum(away**2, axis=1), 1e-12)
     plain = jnp.mean(weight, axis=1)
-    one, other = jnp.log(jnp.maximum(plain - slope * (jnp.mean(control, axis=1) - 1), 0.2 * plain))
+    # The slope of a half comes from the other one: from its own draws it would have a bias, alike for all elements.
+    one, other = jnp.log(jnp.maximum(plain - slopes[::-1] * (jnp.mean(control, axis=1) - 1), 0.2 * plain))
     apart = one - other
     # The mean of both halves is log cosh(apart / 2) above theirs, and their bias is twice its own. Where a few draws have all
     # of the weight this says little.
     more = jnp.minimum(jnp.logaddexp(apart / 2, -apart / 2) - math.log(2), 0.5)
-    return most + jnp.logaddexp(one, other) - math.log(2) + more, apart, slope
+    return most + jnp.logaddexp(one, other) - math.log(2) + more, apart, jnp.mean(slopes, axis=0)
 
 
 def _moments(log_w: Array, log_control: Array, slope: Array, z: Array, normal: tuple[Array, Array]) -> tuple[Array, Array]:
     """Mean and mean square of weighted draws (2, k, blocks, d), by the same control variate as their evidence."""
-    weight, control = jnp.exp(log_w - jnp.max(log_w, axis=(0, 1))), jnp.exp(log_control)
-    left, slope = jnp.mean(weight, axis=(0, 1)) - slope * (jnp.mean(control, axis=(0, 1)) - 1), slope[..., None]
-    # Where the control takes away most of the weight it is no help.
-    helps = left > 0.2 * jnp.mean(weight, axis=(0, 1))
-    total = jnp.where(helps, left, jnp.mean(weight, axis=(0, 1)))[..., None]
-    slope = jnp.where(helps[..., None], slope, 0.0)
+    weight, control = jnp.exp(log_w - jnp.max(log_w, axis=(0, 1), keepdims=True)), jnp.exp(log_control)
+    plain = jnp.mean(weight, axis=(0, 1))
+    left = plain - slope * (jnp.mean(control, axis=(0, 1)) - 1)
+    helps = left > 0.2 * plain  # where the control takes away most of the weight it is no help
+    total, slope = jnp.where(helps, left, plain)[:, None], jnp.where(helps, slope, 0.0)
 
     def moment(power: int) -> Array:
-        plain = jnp.mean((weight[..., None] - slope * control[..., None]) * z**power, axis=(0, 1))
-        return (plain + slope * normal[power - 1]) / total
+        share = (weight - slope[None, None] * control)[..., None]
+        return (jnp.mean(share * z**power, axis=(0, 1)) + slope[:, None] * normal[power - 1]) / total
 
     mean = moment(1)
     return mean, jnp.maximum(moment(2), mean**2)

@@ -381,13 +381,19 @@ def kept_draws(folder: Path) -> Float[np.ndarray, "s n"] | None:
     return arrays.get(CORRECTED)
 
 
+def summarised(draws: Sequence[tuple[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and 5 % and 95 % quantiles of each number."""
+    found = {}
+    for name, value in draws:
+        low, high = np.quantile(value, [0.05, 0.95])
+        found[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+    return found
+
+
 def _figures(fit: SiloFit, correct: Correct) -> dict[str, Any]:
     """The posterior of each number that silos share, up to a few hundred of them, the bound and the verdict."""
     verdict = fit.assess(correct).verdict
-    posterior = {}
-    for name, value in numbers(fit.draws(4000), LARGEST):
-        low, high = np.quantile(value, [0.05, 0.95])
-        posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+    posterior = summarised(numbers(fit.draws(4000), LARGEST))
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
     bounds = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :] if "bound" in entry]
     bound = float(np.mean(bounds)) if bounds else None
@@ -435,8 +441,7 @@ def _inseparable(simulation: SiloSimulation) -> str:
 
 
 def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s n"]:
-    noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
-    return jax.vmap(lambda noise: gaussian.draw_global(q, noise))(noise)
+    return silo_programs.global_draws(q, jax.random.normal(jax.random.key(seed), (count, q.mean.size)))
 
 
 def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
