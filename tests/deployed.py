@@ -6,6 +6,7 @@ from fedbayes import trees, wire
 from fedbayes.deploy.coordinator import Coordinator, Reply
 from fedbayes.deploy.experiment import Experiment, site_rows
 from fedbayes.deploy.site import Site
+from fedbayes.errors import UserError
 
 
 class Direct:
@@ -20,10 +21,18 @@ class Direct:
     def ask(self, request, patience):
         for number, facts in request.facts.items():
             site = self.places[number]
-            down = wire.assemble(request.arrays, site.experiment.down, "the broadcast")
+            expected = site.experiment.evidence_down if request.kind == "evidence" else site.experiment.down
+            down = wire.assemble(request.arrays, expected, "the broadcast")
             self.seen.append(request.arrays)
             given = (facts["run"], facts["round"], facts["counted"], down)
-            answer = site.train(*given) if request.kind == "round" else site.score(*given)
+            what = {"round": site.train, "score": site.score, "evidence": site.evidence}[request.kind]
+            try:
+                answer = what(*given)
+            except UserError as problem:
+                if request.kind != "evidence":
+                    raise
+                yield Reply(number, {}, {}, str(problem))
+                continue
             arrays = {path: np.asarray(leaf) for path, leaf in trees.named(answer).items()}
             reply = Reply(number, {"round": facts["round"], "run": facts["run"]}, dict(arrays))
             self.seen.append(arrays)

@@ -9,6 +9,8 @@ import sys
 
 import jax
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from conftest import assert_close, assert_same
 from deployed import deployment, parts_of
@@ -82,6 +84,36 @@ def test_structured_models_are_the_simulators(name, tmp_path):
     for _ in simulation.advance(ROUNDS):
         pass
     assert_near(coordinator.state, simulation.state)
+
+
+def test_a_deployed_fit_has_the_simulators_verdict(tmp_path):
+    data = partition(5, 4, 3)
+    algorithm = plan(fb.PVI(population, silo, steps=300, lr=0.05), data, 8)
+    coordinator, post = deployment(algorithm, [SiteData(one) for one in data.values()], tmp_path, 8)
+    result = coordinator.finish(post)
+    fit = fb.simulate(fb.PVI(population, silo, steps=300, lr=0.05), data, 8, seed=5)
+    assert result["verdict"]["verdict"] == fit.result["verdict"]["verdict"] == "good"
+    assert result["ess"] == pytest.approx(fit.result["ess"], abs=1e-3)
+    assert result["estimates"]["mean"]["mean"] == pytest.approx(fit.result["posterior"]["mean"]["mean"], abs=0.05)
+    assert result["verdict"]["checks"]["own"] == {"latents": 12, "moved": 0, "scaled": 0}
+    # Every array that crossed is of one of the two manifests, and evidence rounds left no site in another state.
+    paths = {leaf.path for leaves in coordinator.experiment.manifests() for leaf in leaves}
+    assert {path for arrays in post.seen for path in arrays} <= paths
+    assert coordinator.counted == {0: 8, 1: 8, 2: 8}
+
+
+def test_without_a_sites_evidence_the_verdict_says_so(tmp_path):
+    def outside(mean, data):
+        with numpyro.plate("units", 3):
+            effect = numpyro.sample("effect", dist.Normal(mean, 1.0))
+        numpyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=data["y"].sum())
+
+    data = partition(6, 6)
+    algorithm = plan(fb.SFVI(population, outside), data, 2)
+    coordinator, post = deployment(algorithm, [SiteData(one) for one in data.values()], tmp_path, 2)
+    verdict = coordinator.finish(post)["verdict"]
+    assert verdict["verdict"] == "not checked"
+    assert "site 0: a site in no plate depends on latents of plate 'units'" in verdict["reasons"][-1]
 
 
 def fedper(model):

@@ -227,6 +227,8 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
     starts_anywhere: ClassVar[bool] = False
     """True where a run may start from the fit of another method."""
+    samples: ClassVar[bool] = False
+    """True where silos keep draws of their own latents, and `eta` is a summary of them."""
 
     @property
     def structured(self) -> Structured:
@@ -253,6 +255,15 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     def local_from(self, local: LocalT, eta: Any, shared: Any) -> LocalT:
         """A first local state at the η_L of another fit, written with the μ_G of `shared`."""
         return local._replace(eta=eta)  # type: ignore[attr-defined]
+
+    def health(self, server: ServerT, locals: dict[str, LocalT]) -> dict[str, Any]:
+        """What the method says of its own state, for the verdict; nothing by default.
+
+        `rhat` (the worst), `ess` (the least), `divergences` and `draws` of chains, `skew` and `kurtosis` (the largest absolute
+        ones) of a silo's marginals of Z_G, `moved` and `noise` of q in standard deviations, `converged`, and `silos`, which has
+        the same for each silo.
+        """
+        return {}
 
 
 AnyAlgorithm = Algorithm[Any, Any, Any, Any]

@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from fedbayes import trees, wire
-from fedbayes.algorithm import Reduce, declared
+from fedbayes.algorithm import AnyAlgorithm, Reduce, declared
 from fedbayes.deploy.experiment import Experiment
+from fedbayes.deploy.judge import judged
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
 from fedbayes.engine.round import Round
@@ -85,7 +86,8 @@ class Coordinator:
     def __init__(self, experiment: Experiment, folder: Path | str) -> None:
         self.experiment, self.algorithm, self.folder = experiment, experiment.algorithm, Path(folder)
         self.state, self.round, self.local = experiment.server(), 0, Counted(experiment.sites)
-        wire.check(wire.manifest(experiment.algorithm, experiment.example))
+        for leaves in experiment.manifests():
+            wire.check(leaves)
         self.about = {"algorithm": self.algorithm.title, "options": describe(self.algorithm), "seed": experiment.seed}
         shape = {"experiment": experiment.fingerprint, "rounds": experiment.rounds, "sites": experiment.sites}
         self.kept = Run(self.folder, self.about | shape, resume=True)
@@ -152,7 +154,7 @@ class Coordinator:
             raise TooFew(f"{needs}, but only {there} can be reached; start the others, or lower `minimum`")
         partial, stacks, answered = None, {}, []
         largest: dict[str, float] = {}  # bounds on the running sums
-        for reply in post.ask(self._request("round", round, key, present), self.experiment.patience):
+        for reply in post.ask(self.request(self.algorithm, self.state, "round", round, key, present), self.experiment.patience):
             number = reply.site
             try:
                 if number not in present or number in answered:
@@ -185,7 +187,7 @@ class Coordinator:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
         key = keys.of_round(self.experiment.seed, self.round + 1)
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
-        request = self._request("score", self.round, key, everyone)
+        request = self.request(self.algorithm, self.state, "score", self.round, key, everyone)
         modes = self.experiment.modes if self.experiment.networked else ()
         scores = {mode: no_scores(self.experiment.sites) for mode in modes}
         scored = []
@@ -207,6 +209,8 @@ class Coordinator:
         if self.experiment.networked:
             numeric = is_numeric(self.experiment.network.likelihood)
             result["metrics"] = {mode: {"participating": summary(Score(*one), numeric)} for mode, one in scores.items()}
+        else:
+            result |= judged(self, post)
         if scored or not (self.folder / "result.json").exists():
             self.kept.finish(result)
         return result
@@ -226,9 +230,9 @@ class Coordinator:
                 return present
             time.sleep(PAUSE)
 
-    def _request(self, kind: str, round: int, key: Any, sites: list[int]) -> Request:
-        """The broadcast for some sites; nobody but the request keeps it."""
-        down = steps.broadcast(self.algorithm, key, self.state)
+    def request(self, algorithm: AnyAlgorithm, state: Any, kind: str, round: int, key: Any, sites: list[int]) -> Request:
+        """An algorithm's broadcast for some sites; nobody but the request keeps it."""
+        down = steps.broadcast(algorithm, key, state)
         told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(down).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})

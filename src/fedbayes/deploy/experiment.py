@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import trees
-from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, Data, NetworkAlgorithm, StructuredAlgorithm, plan
+from fedbayes import trees, wire
+from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, AnyStructured, Data, NetworkAlgorithm, StructuredAlgorithm, plan
+from fedbayes.algorithms.evidence import Evidence
 from fedbayes.data.clients import Clients
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
 from fedbayes.engine.clients import fresh_state
 from fedbayes.errors import UserError
 from fedbayes.results.folder import describe
+from fedbayes.results.verdict import Correct
 from fedbayes.wire import provenance
 
 
@@ -68,6 +70,7 @@ class Experiment:
         norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
         weight: Largest weight of an upload, such as the most rows that a site may have.
         modes: In which modes sites are scored at the end; none for structured models.
+        correct: Of a structured model, whether evidence rounds may correct what silos share, as in `fedbayes.simulate`.
     """
 
     algorithm: AnyAlgorithm
@@ -82,6 +85,7 @@ class Experiment:
     norm: float | None = None
     weight: float | None = None
     modes: tuple[str, ...] = ("global", "personal", "adapted")
+    correct: Correct = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", plan(self.algorithm, {"form": trees.take_apart(self.example)[0]}))
@@ -118,6 +122,33 @@ class Experiment:
             if isinstance(self.algorithm, StructuredAlgorithm)
             else data
         )
+
+    @property
+    def structured(self) -> AnyStructured:
+        """The algorithm, where it fits a structured model."""
+        if not isinstance(self.algorithm, StructuredAlgorithm):
+            raise UserError(f"{self.algorithm.title} trains a network; this is for structured models")
+        return self.algorithm
+
+    @property
+    def evidence(self) -> Evidence:
+        """What sites are asked after the last round of a structured model."""
+        return Evidence(self.structured)
+
+    @functools.cached_property
+    def evidence_down(self) -> Any:
+        """The shapes of what an evidence round sends to sites."""
+        return jax.eval_shape(lambda: self.evidence.broadcast(jax.random.key(0), self.evidence.init_server(jax.random.key(0))))
+
+    @property
+    def evidence_up(self) -> Any:
+        """The shapes of what sites answer in one."""
+        return self.evidence.up_shapes(self.evidence_down.shared.eta.mean.dtype)
+
+    def manifests(self) -> list[list[wire.Leaf]]:
+        """What crosses in a round, and for structured models in an evidence round."""
+        rounds: list[AnyAlgorithm] = [self.algorithm] if self.networked else [self.algorithm, self.evidence]
+        return [wire.manifest(one, self.example) for one in rounds]
 
     def server(self) -> Any:
         """The server's state before round 1; it is not kept, as it may be large."""
@@ -163,5 +194,6 @@ class Experiment:
     def fingerprint(self) -> str:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
         told = [self.algorithm.title, describe(self.algorithm), self.seed, self.rounds, self.sites]
+        told += [] if self.networked else [self.evidence.points, self.evidence.inner]
         settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return settings + provenance.digest(self._program[0])

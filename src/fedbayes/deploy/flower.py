@@ -68,7 +68,8 @@ def client_app(experiment: Experiment) -> ClientApp:
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
         def work() -> tuple[dict[str, Any], dict[str, Any]]:
-            wire.check(wire.manifest(experiment.algorithm, experiment.example))
+            for leaves in experiment.manifests():
+                wire.check(leaves)
             return {"number": int(_settings(context)["number"]), "fingerprint": experiment.fingerprint}, {}
 
         return _answered(message, work)
@@ -80,6 +81,10 @@ def client_app(experiment: Experiment) -> ClientApp:
     @app.query("score")
     def score(message: Message, context: Context) -> Message:
         return _answered(message, lambda: _at_site(experiment, message, context, "score"))
+
+    @app.query("evidence")
+    def evidence(message: Message, context: Context) -> Message:
+        return _answered(message, lambda: _at_site(experiment, message, context, "evidence"))
 
     return app
 
@@ -111,7 +116,8 @@ def _at_site(experiment: Experiment, message: Message, context: Context, what: s
         raise Told(f"the server takes this for site {facts['site']}, but it is {settings['number']}")
     folder = Path(str(settings["state"])).expanduser()
     here = Site(experiment, int(settings["number"]), folder, experiment.load(settings))
-    down = wire.assemble(arrays, experiment.down, "the broadcast", finite=True)
+    expected = experiment.evidence_down if what == "evidence" else experiment.down
+    down = wire.assemble(arrays, expected, "the broadcast", finite=True)
     answer = getattr(here, what)(facts["run"], facts["round"], facts["counted"], down)
     return {"run": facts["run"], "round": facts["round"]}, trees.named(answer)
 
@@ -189,7 +195,7 @@ class FlowerPost:
     def ask(self, request: Request, patience: float) -> Iterator[Reply]:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
         number_of = {self.node_of[number]: number for number in request.facts}
-        kind = {"round": "train.round", "score": "query.score"}[request.kind]
+        kind = {"round": "train.round", "score": "query.score", "evidence": "query.evidence"}[request.kind]
         records, asked = _records(request.arrays), {}  # the arrays are there once, for all sites
         for number, facts in request.facts.items():
             content = RecordDict({"facts": ConfigRecord(facts), **records})

@@ -28,6 +28,7 @@ from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import adapted, scored
 from fedbayes.evaluation.score import Score
+from fedbayes.primitives.dependence import inseparable
 from fedbayes.results.posterior import Posterior, RowSpec
 
 
@@ -59,6 +60,16 @@ class Site:
             states.put(np.array([0]), jax.tree.map(lambda leaf: np.asarray(leaf)[None], new), round)
             states.sync()
             return jax.device_get(up)
+
+    def evidence(self, run: str, round: int, counted: int, down: Any) -> Any:
+        """The answer to an evidence round: what this silo's data says of each point; nothing is kept."""
+        if why := inseparable(self.experiment.structured.structured, self.data.train):
+            raise UserError(f"{why}, so draws cannot be weighed element by element, and nothing is told of the evidence")
+        own = self._own(self._states(run, counted, looking=True))
+        up, _, fine = steps.client(self.experiment.evidence, self.form, self._key(round), down, own, self.arrays)
+        if not bool(fine):
+            raise UserError(f"the evidence of site {self.number} is not finite; nothing is sent")
+        return jax.device_get(up)
 
     def score(self, run: str, round: int, counted: int, down: Any) -> dict[str, Score]:
         """The site's test rows scored in each mode, as sums; the broadcast is kept for `personal`."""

@@ -12,13 +12,19 @@ from fedbayes import trees
 from fedbayes.algorithm import AnyStructured
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured
-from fedbayes.primitives import variational
+from fedbayes.primitives import gaussian, variational
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def global_values(structured: Structured, theta: Values, z: Float[Array, "s n"]) -> Values:
     """Z_G as the population has it, for each draw."""
     return jax.vmap(lambda one: structured.global_values(theta, one))(z)
+
+
+@jax.jit
+def global_draws(q: gaussian.Global, noise: Float[Array, "s n"]) -> Float[Array, "s n"]:
+    """Z_G from standard normal noise, for each draw."""
+    return jax.vmap(lambda one: gaussian.draw_global(q, one))(noise)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -40,12 +46,3 @@ def predict(
 def adapt(algorithm: AnyStructured, form: Any, key: Any, down: Any, local: Any, arrays: Any) -> Any:
     """The state of a silo that may never have trained."""
     return algorithm.adapt(key, down, local, trees.put_together(form, arrays))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def evidence(
-    family: Any, structured: Any, form: Any, inner: int, key: Any, shared: Any, eta: Any, arrays: Any, z: Any
-) -> Float[Array, " s"]:
-    """log p(y_j | Z_G) of a silo at each draw of Z_G."""
-    silo = variational.Silo(family, structured, trees.put_together(form, arrays))
-    return variational.log_evidence(silo, key, shared, eta, z, inner)

@@ -18,7 +18,7 @@ from fedbayes.results import serialise
 from fedbayes.results.fit import Fit, Members
 from fedbayes.results.folder import AGAIN, MEMBERS, SHARED, read_evaluation, read_history
 from fedbayes.results.posterior import Posterior
-from fedbayes.results.structured_fit import SiloFit, fit_silos
+from fedbayes.results.structured_fit import SiloFit, fit_silos, kept_draws
 
 
 def keep(fit: Fit, folder: Path) -> None:
@@ -87,4 +87,4 @@ def _structured(folder: Path, result: dict[str, Any], history: list[dict[str, An
     arrays, about = files.read_arrays(folder / SHARED, "the shared model", AGAIN)
     shared = serialise.unflatten(about["shared"], arrays)
     planned = algorithm.planned(result["rounds"], silos=len(result["data"]["silos"]))
-    return SiloFit(planned, shared, tuple(result["data"]["silos"]), result, history)
+    return SiloFit(planned, shared, tuple(result["data"]["silos"]), result, history, corrected=kept_draws(folder))

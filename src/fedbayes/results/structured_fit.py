@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,9 @@ from jaxtyping import Array, Float
 
 from fedbayes import files, trees, wire
 from fedbayes.algorithm import AnyStructured
-from fedbayes.engine import keys, silo_programs
+from fedbayes.algorithms.evidence import INNER, POINTS, Evidence, Told
+from fedbayes.engine import keys, reduce, silo_programs
+from fedbayes.engine import round as steps
 from fedbayes.engine.round import round_count
 from fedbayes.engine.silo_data import from_shapes, naming_silo, plan
 from fedbayes.engine.silos import SiloSimulation, SiloStates
@@ -30,10 +31,12 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.folder import SCHEMA, SHARED, Run, about, identity
+from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, corrected, smoothed
+from fedbayes.results.folder import AGAIN, SCHEMA, SHARED, Run, about, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures
 from fedbayes.results.structured_text import HEADINGS, rows, table, verdict
+from fedbayes.results.verdict import LARGEST, Assessed, Case, Correct, assess
 from fedbayes.sheets import listing
 from fedbayes.trees import quietly
 from fedbayes.wire import provenance
@@ -41,9 +44,10 @@ from fedbayes.wire import provenance
 if TYPE_CHECKING:
     import arviz as az
 
+KEPT = 4000  # corrected draws that are kept
+CORRECTED = "corrected"  # their name in the file of the shared model
 CHECKPOINT = 10.0  # seconds between checkpoints
 WINDOWS = 200  # points of a run's curve of bounds
-LARGEST = 200  # global latents up to which k̂ is part of the result
 
 
 @dataclasses.dataclass
@@ -59,12 +63,17 @@ class SiloFit:
     trained: SiloSimulation | None = None
     adapted: tuple[str, ...] = ()
     """Silos that came later: q(Z_G) knows nothing of their data."""
+    corrected: Float[np.ndarray, "s n"] | None = None
+    """Draws of Z_G on the real line that take the place of q's, where the fit was corrected."""
 
     @classmethod
     def of(cls, simulation: SiloSimulation, result: dict[str, Any], history: list[dict[str, Any]], *adapted: str) -> SiloFit:
         """The fit of a simulation as it stands now."""
         algorithm, state = simulation.algorithm, simulation.state
         return cls(algorithm, algorithm.shared(state), simulation.names, result, history, simulation, adapted)
+
+    def __post_init__(self) -> None:
+        self._own: dict[str, dict[str, int]] = {}
 
     def __repr__(self) -> str:
         settings, count = self.result, len(self.names)
@@ -98,27 +107,101 @@ class SiloFit:
         """The bound as it rose, averaged over windows of rounds."""
         return np.array([entry["bound"] for entry in self.history])
 
-    def draws(self, count: int = 1000, seed: int = 0) -> dict[str, Array]:
-        """Draws from q(Z_G), as the population's sites have it: (count, …) for each."""
-        return self._sites(_global_draws(self.shared.eta, count, seed))
+    def draws(self, count: int = 1000, seed: int = 0, *, corrected: bool | None = None) -> dict[str, Array]:
+        """Draws of Z_G, as the population's sites have it: (count, …) for each.
+
+        They are those of the correction where the fit has one, and else q's; `corrected` asks for the one or the other.
+        """
+        if corrected and self.corrected is None:
+            self.correct(seed=seed)
+        if self.corrected is None or corrected is False:
+            return self._sites(_global_draws(self.shared.eta, count, seed))
+        random = np.random.default_rng([seed, count])
+        order = random.permutation(len(self.corrected))
+        chosen = order[np.arange(count) % len(order)] if count > len(order) else order[:count]
+        return self._sites(jnp.asarray(self.corrected[chosen]))
 
     def _sites(self, z: Float[Array, "s n"]) -> dict[str, Array]:
         values = silo_programs.global_values(self._structured, self.shared.theta, z)
         return {name: values[name] for name in self._structured.global_names()}
 
-    def posterior(self, draws: int = 1000, seed: int = 0, *, corrected: bool = False) -> az.InferenceData:
-        """The posterior of what all silos share, for ArviZ.
+    def posterior(self, draws: int = 1000, seed: int = 0, *, corrected: bool | None = None) -> az.InferenceData:
+        """The posterior of what all silos share, for ArviZ: corrected draws where the fit has them, and else q's.
 
-        `corrected` resamples draws from q by their importance weights, for which each silo is asked once more (see `diagnose`);
-        where k̂ is below 0.7 this mends what the family of q misses.
+        `corrected=True` asks silos for the evidence that it takes (see `correct`), `corrected=False` gives q's draws.
         """
-        if not corrected:
-            return _inference_data({"posterior": self.draws(draws, seed)})
-        z, weights, khat = self._weighed(4 * draws, 100, seed)
-        if not khat < 0.7:
-            raise UserError(f"k̂ is {khat:.2f}: the weights of q's draws cannot be trusted above 0.7; fit longer or more richly")
-        chosen = np.random.default_rng(seed).choice(len(weights), draws, p=weights)
-        return _inference_data({"posterior": self._sites(z[chosen])})
+        return _inference_data({"posterior": self.draws(draws, seed, corrected=corrected)})
+
+    def correct(self, rounds: int = ROUNDS, points: int = POINTS, inner: int = INNER, seed: int = 0) -> Corrected:
+        """Mend what a Gaussian q(Z_G) cannot represent, and keep the draws, which `draws` and `posterior` then give.
+
+        Each evidence round asks every silo for log p(y_j | Z_G) at `points` draws of Z_G, by `inner` draws of its own latents;
+        the draws of the next come from a mixture fitted to the weighted ones so far. It is refused where the weights cannot be
+        trusted in the end.
+        """
+        n = self.shared.eta.mean.size
+        if n > MOST:
+            raise UserError(f"there are {n} global latents, but draws of more than {MOST} cannot be corrected by their weights")
+        found = corrected(self.sampler(points, inner, seed), rounds, least=min(2, rounds))
+        if not found.reliable:
+            weights = f"k̂ is {found.khat:.2f} and {found.ess:.0f} of {len(found.z)} draws are effective"
+            raise UserError(f"{weights}: the weights cannot be trusted after {found.rounds} rounds; fit longer or more richly")
+        self.corrected = found.resampled(KEPT, seed).astype(self.shared.eta.mean.dtype)
+        return found
+
+    def sampler(self, points: int = POINTS, inner: int = INNER, seed: int = 0) -> Sampler:
+        """Importance sampling of Z_G by evidence rounds."""
+        if why := _inseparable(self.simulation):
+            raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
+        frame = Standardised.of(self._structured, self.shared.theta, self.shared.eta)
+        return Sampler(self.shared.eta, self._log_prior, functools.partial(self._ask, inner, seed), seed, points, frame)
+
+    def _log_prior(self, z: Float[np.ndarray, "s n"]) -> Float[np.ndarray, " s"]:
+        given = jnp.asarray(z, self.shared.eta.mean.dtype)
+        return np.asarray(silo_programs.log_populations(self._structured, self.shared.theta, given))
+
+    def _ask(self, inner: int, seed: int, z: Float[np.ndarray, "s n"], round: int) -> Told:
+        """An evidence round over the silos that trained, by the steps of any round.
+
+        All have the noise of one round, so that silos' errors are the same function of Z_G in each.
+        """
+        algorithm = Evidence(self.algorithm, len(z), inner)
+        state, key = algorithm.asking(self.shared, z), keys.of_round(seed, self.simulation.round + 1)
+        down, partial, self._own = steps.broadcast(algorithm, key, state), None, {}
+        for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
+            if name in self.adapted:
+                continue
+            given = (keys.fold(key, np.uint32(place)), down, self.simulation.own(name), arrays)
+            up, _, _ = steps.client(algorithm, form, *given)
+            partial = steps.accumulate(reduce.empty(up) if partial is None else partial, up)
+            self._own[name] = {field: int(getattr(up, field)) for field in ("latents", "moved", "scaled")}
+        assert partial is not None
+        return jax.device_get(steps.close(algorithm, key, state, down, partial, {}).state.told)
+
+    def assess(self, correct: Correct = "auto") -> Assessed:
+        """Judge the fit anew; see `fedbayes.results.verdict`. With `correct` its corrected draws are kept, if there are any."""
+        simulation, algorithm = self.simulation, self.algorithm
+        seed = simulation.seed
+        mine = {name: simulation.own(name) for name in simulation.names if name not in self.adapted}
+        case = Case(
+            q=self.shared.eta,
+            log_prior=self._log_prior,
+            ask=functools.partial(self._ask, INNER, seed),
+            numbers=functools.partial(global_numbers, self._structured, self.shared),
+            bounds=[entry["bound"] for entry in self.history if "bound" in entry],
+            health=algorithm.health(simulation.state, mine),
+            why_not=_inseparable(simulation),
+            samples=algorithm.samples,
+            seed=seed,
+            frame=None if _inseparable(simulation) else Standardised.of(self._structured, self.shared.theta, self.shared.eta),
+        )
+        found = assess(case, correct)
+        if self._own and not algorithm.samples:
+            found.verdict["checks"]["silos"] = dict(list(self._own.items())[:LARGEST])
+        self.corrected = None
+        if found.corrected is not None:
+            self.corrected = found.corrected.resampled(KEPT, seed).astype(self.shared.eta.mean.dtype)
+        return found
 
     def local_posterior(self, silo: str, draws: int = 1000, seed: int = 0) -> az.InferenceData:
         """A silo's own posterior, computed where its data is: its latents and the global ones that they were drawn with.
@@ -169,42 +252,26 @@ class SiloFit:
         grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
         return SiloFit.of(grown, self.result, self.history, *self.adapted, name)
 
-    def khat(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> float:
+    def khat(self, draws: int = 1000, inner: int = INNER, seed: int = 0) -> float:
         """PSIS k̂ of q(Z_G); see `diagnose`."""
         return self.diagnose(draws, inner, seed)["khat"]
 
-    def diagnose(self, draws: int = 1000, inner: int = 20, seed: int = 0) -> dict[str, float]:
+    def diagnose(self, draws: int = 1000, inner: int = INNER, seed: int = 0) -> dict[str, float]:
         """How q(Z_G) compares with the federated log density: k̂ of its importance weights, and their effective share.
 
         Each silo tells log p(y_j | Z_G) at draws of Z_G, by importance sampling from its q(Z_L | Z_G) with `inner` draws; only
         the sum over silos is needed. The effective share `ess` is 1 where q is the posterior. A k̂ above 0.7 says that the
         posterior has heavier tails than q.
         """
-        _, weights, khat = self._weighed(draws, inner, seed)
-        return {"khat": khat, "ess": float(1 / np.sum(weights**2) / draws)}
-
-    def _weighed(self, draws: int, inner: int, seed: int) -> tuple[Float[Array, "s n"], Float[np.ndarray, " s"], float]:
-        """Draws from q(Z_G), their Pareto-smoothed importance weights, and k̂."""
         z = _global_draws(self.shared.eta, draws, seed)
         log_q = jax.vmap(lambda one: gaussian.log_global(self.shared.eta, one))(z)
-        ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(log_q)
-        if not np.isfinite(ratios).all():
-            return z, np.eye(1, draws)[0], math.inf
-        smoothed, khat = quietly("arviz").psislw(ratios.astype(float))
-        weights = np.exp(np.asarray(smoothed))
-        return z, weights / weights.sum(), float(khat)
+        weights, khat = smoothed(np.asarray(self.log_density(z, inner, seed), float) - np.asarray(log_q, float))
+        return {"khat": khat, "ess": float(1 / np.sum(weights**2) / draws)}
 
-    def log_density(self, z: Float[Array, "s n"], inner: int = 20, seed: int = 0) -> Float[Array, " s"]:
-        """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line."""
-        if why := _inseparable(self.simulation):
-            raise UserError(f"{why}, so draws cannot be weighed block by block; k̂ is not available for this model")
-        family, structured = self.algorithm.family, self._structured
-        total = silo_programs.log_populations(structured, self.shared.theta, z)
-        for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
-            if name not in self.adapted:
-                given = (keys.fold(jax.random.key(seed), np.uint32(place)), self.shared, self._eta(name), arrays, z)
-                total = total + silo_programs.evidence(family, structured, form, inner, *given)
-        return total
+    def log_density(self, z: Float[Array, "s n"], inner: int = INNER, seed: int = 0) -> Float[Array, " s"]:
+        """log p(Z_G) + Σ_j log p(y_j | Z_G) at draws of Z_G on the real line; `inner` draws of silos' latents for each."""
+        points = np.asarray(z)
+        return jnp.asarray(self.sampler(len(points), inner, seed).ask(points, 1).evidence + self._log_prior(points))
 
     def _eta(self, silo: str) -> variational.Locals:
         """η_L of a silo, written with the μ_G that the server has."""
@@ -220,6 +287,7 @@ def fit_silos(
     in_turn: bool = False,
     seed: int = 0,
     loop: bool = False,
+    correct: Correct = "auto",
     start: SiloFit | None = None,
     folder: Path | str | None = None,
     resume: bool = False,
@@ -228,6 +296,9 @@ def fit_silos(
     config: dict[str, Any] | None = None,
 ) -> SiloFit:
     """What `fedbayes.simulate` does for silos; see there.
+
+    After the last round an evidence round judges the fit (`verdict.py`). `correct` says whether more of them may replace q's
+    draws of what silos share by corrected ones: where the verdict asks for it (`"auto"`), always, or never.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from fedbayes.algorithms.sfvi import SFVI
@@ -251,7 +322,7 @@ def fit_silos(
     if start is not None:
         _start_from(simulation, start)
     settings = identity(algorithm, rounds=rounds, cohort=cohort, in_turn=in_turn, seed=seed, start=start and repr(start))
-    settings |= {**_describe_silos(simulation), **(config or {})}
+    settings |= {**_describe_silos(simulation), **(config or {}), **({} if correct == "auto" else {"correct": correct})}
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
     with run or contextlib.nullcontext():
         history: list[dict[str, Any]] = []
@@ -274,12 +345,15 @@ def fit_silos(
         fit = SiloFit.of(simulation, settings, history)
         if run is not None and run.finished:
             fit.result = files.read_json(run.folder / "result.json", posterior=dict)
+            fit.corrected = kept_draws(run.folder)
             return fit
         began = time.perf_counter()
-        fit.result = {"schema": SCHEMA, **settings, **_figures(fit)}
+        fit.result = {"schema": SCHEMA, **settings, **_figures(fit, correct)}
         if run is not None:
             arrays: dict[str, np.ndarray] = {}
             form = serialise.flatten(fit.shared, "shared", arrays)
+            if fit.corrected is not None:
+                arrays[CORRECTED] = fit.corrected
             files.save(run.folder / SHARED, arrays, {"shared": form, "silos": list(fit.names)})
             write_pictures(fit, run.folder)
             fit.result["sha256"] = {"posterior.nc": files.sha256(run.folder / "posterior.nc")}
@@ -290,19 +364,44 @@ def fit_silos(
         return fit
 
 
-def _figures(fit: SiloFit) -> dict[str, Any]:
-    """The posterior of each number that silos share, up to a few hundred of them, the bound and k̂."""
-    posterior = {}
-    for name, value in numbers(fit.draws(4000), LARGEST):
+def global_numbers(structured: Structured, shared: variational.Shared, z: Float[np.ndarray, "s n"]) -> dict[str, np.ndarray]:
+    """The numbers of Z_G by name, as the population's sites have them and, where these are constrained, on the real line."""
+    values = silo_programs.global_values(structured, shared.theta, jnp.asarray(z, shared.eta.mean.dtype))
+    found, place = dict(numbers({name: values[name] for name in structured.global_names()}, LARGEST)), 0
+    for latent in structured.global_latents():
+        for offset in range(latent.width):
+            label = latent.name if latent.width == 1 else f"{latent.name}[{offset}]"
+            column = np.asarray(z[:, place + offset], float)
+            if not (label in found and np.allclose(found[label], column)):
+                found[f"{label} on the real line"] = column
+        place += latent.width
+    return found
+
+
+def kept_draws(folder: Path) -> Float[np.ndarray, "s n"] | None:
+    """The corrected draws that a run left in its folder, if it was corrected."""
+    arrays, _ = files.read_arrays(folder / SHARED, "the shared model", AGAIN)
+    return arrays.get(CORRECTED)
+
+
+def summarised(draws: Sequence[tuple[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and 5 % and 95 % quantiles of each number."""
+    found = {}
+    for name, value in draws:
         low, high = np.quantile(value, [0.05, 0.95])
-        posterior[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+        found[name] = {"mean": float(value.mean()), "sd": float(value.std()), "5%": float(low), "95%": float(high)}
+    return found
+
+
+def _figures(fit: SiloFit, correct: Correct) -> dict[str, Any]:
+    """The posterior of each number that silos share, up to a few hundred of them, the bound and the verdict."""
+    verdict = fit.assess(correct).verdict
+    posterior = summarised(numbers(fit.draws(4000), LARGEST))
     theta = {name: float(value[0]) for name, value in numbers({k: v[None] for k, v in fit.theta.items()}, LARGEST)}
-    why = _inseparable(fit.simulation)
-    small = fit.shared.eta.mean.size <= LARGEST and not why
-    found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
-    bound = float(np.mean([entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]))
-    known = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    return {"posterior": posterior, "theta": theta, "bound": bound, **known, **({"unchecked": why} if why else {})}
+    bounds = [entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :] if "bound" in entry]
+    bound = float(np.mean(bounds)) if bounds else None
+    of_q = {name: verdict["checks"].get(name) for name in ("khat", "ess")}
+    return {"posterior": posterior, "theta": theta, "bound": bound, **of_q, "verdict": verdict}
 
 
 def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
@@ -345,8 +444,7 @@ def _inseparable(simulation: SiloSimulation) -> str:
 
 
 def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s n"]:
-    noise = jax.random.normal(jax.random.key(seed), (count, q.mean.size))
-    return jax.vmap(lambda noise: gaussian.draw_global(q, noise))(noise)
+    return silo_programs.global_draws(q, jax.random.normal(jax.random.key(seed), (count, q.mean.size)))
 
 
 def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:

@@ -1,4 +1,4 @@
-"""The figures of a fit over silos as text."""
+"""The figures of a fit over silos as text, and its verdict in words."""
 
 from __future__ import annotations
 
@@ -25,14 +25,42 @@ def table(result: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """The bound, and how far the posterior can be relied on, in a sentence."""
-    bound, khat, ess = f"bound {result['bound']:.2f}", result["khat"], result["ess"]
-    if khat is None:
-        return f"{bound}; not checked: {result['unchecked']}" if result.get("unchecked") else bound
-    if ess > 0.8:
-        words = "q is close to the posterior" + (", but for its far tails" if khat > 0.7 else "")
-    else:
-        words = (
-            "q misses part of the posterior" if khat <= 0.7 else "q is not the posterior: fit longer, or with a richer family"
+    """How far the posterior can be relied on, why, what to do next, and the bound."""
+    found = result.get("verdict")
+    words = _words(found) if isinstance(found, dict) else _before(result)
+    bound = "" if result.get("bound") is None else f"bound {result['bound']:.2f}"
+    return "; ".join(part for part in (words, bound) if part)
+
+
+def is_warning(result: dict[str, Any]) -> bool:
+    """Whether the verdict is anything but good."""
+    found = result.get("verdict")
+    return not isinstance(found, dict) or found.get("verdict") != "good"
+
+
+def _words(found: dict[str, Any]) -> str:
+    checks, kind = found.get("checks", {}), found["verdict"]
+    head = f"verdict: {kind}" + (", corrected" if checks.get("corrected") else "")
+    parts = [head]
+    if reasons := found.get("reasons"):
+        parts.append(f" ({'; '.join(reasons)})")
+    parts.append(f". Next: {found['next']}. ")
+    khat, ess = checks.get("khat"), checks.get("ess")
+    weights = []
+    if khat is not None and ess is not None:
+        error = checks.get("khat_error")
+        weights.append(
+            f"q: k̂ {khat:.2f}" + ("" if error is None else f" ± {error:.2f}") + f", effective share {100 * ess:.0f} %"
         )
-    return f"{bound}; importance weights: k̂ {khat:.2f}, effective share {100 * ess:.0f} %: {words}"
+    if checks.get("corrected"):
+        used = checks["reference"]
+        rounds = f"{used['rounds']} evidence round{'s' * (used['rounds'] > 1)}, {used['bytes'] / 1000:.0f} kB a silo"
+        weights.append(f"corrected draws: {used['ess']:.0f} effective, {rounds}")
+    return "".join(parts) + "; ".join(weights)
+
+
+def _before(result: dict[str, Any]) -> str:
+    """Of a result that an earlier version wrote."""
+    khat, ess = result.get("khat"), result.get("ess")
+    words = "verdict: not checked (an earlier version made this run). Next: fit again"
+    return words if khat is None or ess is None else f"{words}. q: k̂ {khat:.2f}, effective share {100 * ess:.0f} %"

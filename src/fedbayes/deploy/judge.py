@@ -1,0 +1,101 @@
+"""The verdict on a deployed fit of a structured model: evidence rounds over the post, after the last round of training."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbayes import wire
+from fedbayes.algorithm import StructuredAlgorithm
+from fedbayes.algorithms.evidence import Told
+from fedbayes.engine import keys, reduce, silo_programs
+from fedbayes.engine import round as steps
+from fedbayes.errors import UserError
+from fedbayes.models.structured import numbers
+from fedbayes.results.correction import Standardised
+from fedbayes.results.mixtures import Points
+from fedbayes.results.structured_fit import global_numbers, summarised
+from fedbayes.results.verdict import LARGEST, Case, assess
+
+if TYPE_CHECKING:
+    from fedbayes.deploy.coordinator import Coordinator, Post
+
+log = logging.getLogger("fedbayes")
+DRAWS = 4000  # of what silos share, for the result
+
+
+class Unanswered(UserError):
+    """Sites without whose evidence there is no verdict."""
+
+
+def judged(coordinator: Coordinator, post: Post) -> dict[str, Any]:
+    """The verdict, and the posterior of what silos share, corrected where the verdict asks for it."""
+    algorithm, experiment = coordinator.algorithm, coordinator.experiment
+    assert isinstance(algorithm, StructuredAlgorithm)
+    shared, structured = algorithm.shared(coordinator.state), algorithm.structured
+    dtype = shared.eta.mean.dtype
+
+    def log_prior(z: Points) -> np.ndarray:
+        return np.asarray(silo_programs.log_populations(structured, shared.theta, jnp.asarray(z, dtype)))
+
+    case = Case(
+        q=shared.eta,
+        log_prior=log_prior,
+        ask=functools.partial(_ask, coordinator, post),
+        numbers=functools.partial(global_numbers, structured, shared),
+        bounds=[entry["bound"] for entry in coordinator.history if "bound" in entry],
+        health=algorithm.health(coordinator.state, {}),
+        why_not="",
+        samples=algorithm.samples,
+        seed=experiment.seed,
+        frame=Standardised.of(structured, shared.theta, shared.eta) if 0 < shared.eta.mean.size <= LARGEST else None,
+    )
+    try:
+        found = assess(case, experiment.correct)
+    except Unanswered as problem:
+        log.warning("the fit is not checked: %s", problem)
+        found = assess(case._replace(why_not=str(problem)))
+    if found.corrected is not None:
+        z = found.corrected.resampled(DRAWS, experiment.seed)
+    else:
+        noise = np.random.default_rng(experiment.seed).normal(size=(DRAWS, shared.eta.mean.size))
+        z = np.asarray(silo_programs.global_draws(shared.eta, jnp.asarray(noise, dtype)))
+    values = silo_programs.global_values(structured, shared.theta, jnp.asarray(z, dtype))
+    sites = numbers({name: values[name] for name in structured.global_names()}, LARGEST)
+    of_q = {name: found.verdict["checks"].get(name) for name in ("khat", "ess")}
+    return {"estimates": summarised(sites), **of_q, "verdict": found.verdict}
+
+
+def _ask(coordinator: Coordinator, post: Post, z: Points, round: int) -> Told:
+    """One evidence round. Every site that was counted has to answer: a sum without one is another model's."""
+    experiment, algorithm = coordinator.experiment, coordinator.experiment.evidence
+    everyone = [number for number, last in coordinator.counted.items() if last]
+    key, number = keys.of_round(experiment.seed, coordinator.round + 1), coordinator.round + 1
+    state = algorithm.asking(coordinator.experiment.structured.shared(coordinator.state), z)
+    partial, answered = jax.tree.map(np.array, reduce.empty(experiment.evidence_up)), list[int]()
+    problems: dict[int, str] = {}
+    for reply in post.ask(coordinator.request(algorithm, state, "evidence", number, key, everyone), experiment.patience):
+        try:
+            if reply.site not in everyone or reply.site in answered:
+                raise UserError("an answer that nobody asked for")
+            if reply.problem is not None:
+                raise UserError(reply.problem)
+            if reply.facts.get("round") != number or reply.facts.get("run") != coordinator.run:
+                raise UserError(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
+            up = wire.assemble(reply.arrays, experiment.evidence_up, "the evidence", finite=True)
+        except UserError as problem:
+            log.warning("evidence round %d: the answer of site %d is refused: %s", round, reply.site, problem)
+            problems[reply.site] = str(problem)
+            continue
+        reduce.add_here(partial, up)
+        answered.append(reply.site)
+    if missing := sorted(set(everyone) - set(answered)):
+        why = "; ".join(f"site {site}: {problems.get(site, 'no answer')}" for site in missing)
+        raise Unanswered(f"not all sites told their evidence ({why})")
+    log.info("evidence round %d: sites %s", round, ", ".join(map(str, sorted(answered))))
+    return jax.device_get(steps.close(algorithm, key, state, None, partial, {}).state.told)

@@ -1,0 +1,283 @@
+"""What a Gaussian q(Z_G) cannot represent, mended: weighted draws of Z_G from the federated evidence.
+
+    points   z_s ~ a mixture: q, and t densities around it that are wider          first round
+    weights  w_s = p(z_s) Π_j p(y_j | z_s) / Σ_r N_r/N proposal_r(z_s)              from all rounds so far
+    next     a mixture of t densities fitted to the weighted points, and so on      while k̂ or the effective size is poor
+
+This is adaptive multiple importance sampling (Cornuet et al. 2012) with Pareto-smoothed weights (Vehtari et al. 2024). A round
+asks each silo for two numbers a point, of which the server needs the sums (algorithms/evidence.py). Nothing here knows who asks
+the silos: a simulation does, or the coordinator of a deployment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from fedbayes.algorithms.evidence import POINTS, Told
+from fedbayes.models import frames
+from fedbayes.models.sites import Values
+from fedbayes.models.structured import Structured
+from fedbayes.primitives import gaussian
+from fedbayes.primitives.evidence import FLOOR
+from fedbayes.results import mixtures
+from fedbayes.results.mixtures import Component, Mixture, Points
+from fedbayes.trees import quietly
+
+ROUNDS = 4
+"""Evidence rounds of a correction, at most."""
+MOST = 40
+"""Global latents up to which a correction is tried."""
+ENOUGH = 1000
+"""Effective draws from which on no further round is asked for."""
+LEAST = 100
+"""Effective draws below which weighted draws are not believed."""
+TRUSTED = 0.7
+"""k̂ up to which weights are believed."""
+COMPONENTS = 4
+
+Ask = Callable[[Points, int], Told]
+"""What silos tell about points in the evidence round of this number, from 1 on."""
+Density = Callable[[Points], Float[np.ndarray, " s"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrected:
+    """Weighted draws of Z_G, on the real line."""
+
+    z: Points
+    weights: Float[np.ndarray, " s"]
+    """They sum to 1."""
+    khat: float
+    """Of the weights."""
+    ess: float
+    """The effective number of draws."""
+    rounds: int
+    """Evidence rounds."""
+    bytes: int
+    """What a silo sent in them."""
+    halves: tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"]]
+    """The weights by either half of the silos' own draws."""
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the weights can be believed."""
+        return self.khat <= TRUSTED and self.ess >= LEAST
+
+    def resampled(self, count: int, seed: int = 0) -> Points:
+        """Draws of equal weight, by systematic resampling, in random order."""
+        random = np.random.default_rng([seed, 1])
+        places = (random.random() + np.arange(count)) / count
+        chosen = np.searchsorted(np.cumsum(self.weights), places).clip(max=len(self.weights) - 1)
+        return random.permutation(self.z[chosen])
+
+
+class Frame(Protocol):
+    """Other coordinates of Z_G, in which it may be less of a funnel (models/frames.py)."""
+
+    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
+        """x for each z, and log |dx/dz|."""
+
+    def back(self, x: Points) -> Points:
+        """z for each x."""
+
+
+class Standardised:
+    """Global latents by the location and the scale that the population draws them with."""
+
+    def __init__(self, structured: Structured, theta: Values, dtype: Any) -> None:
+        self.structured, self.theta, self.dtype = structured, theta, dtype
+
+    @classmethod
+    def of(cls, structured: Structured, theta: Values, q: gaussian.Global) -> Standardised | None:
+        """The frame of a model; None where no latent is drawn with a location or a scale that others have."""
+        frame = cls(structured, theta, q.mean.dtype)
+        noise = np.random.default_rng(0).normal(size=(8, q.mean.size))
+        x, _ = frame.to(noise)
+        y, _ = frame.to(noise[::-1].copy())
+        affine = frame.to(noise + 1.0)[0] - x
+        fixed = np.allclose(x, y[::-1], equal_nan=True) and np.allclose(affine, affine[:1], rtol=1e-3, atol=1e-3)
+        return None if fixed else frame
+
+    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
+        """x for each z, and log |dx/dz|."""
+        x, slope = frames.standardised(self.structured, self.theta, jnp.asarray(z, self.dtype))
+        return np.asarray(x, float), np.asarray(slope, float)
+
+    def back(self, x: Points) -> Points:
+        """z for each x."""
+        return np.asarray(frames.placed(self.structured, self.theta, jnp.asarray(x, self.dtype)), float)
+
+
+class Proposal(NamedTuple):
+    """Where the points of a round come from: components over z, and components over x in the frame, if there is one."""
+
+    plain: Mixture
+    framed: Mixture
+
+
+class Sampler:
+    """Adaptive importance sampling of Z_G, a round at a time.
+
+    Args:
+        q: q(Z_G), around which the first points lie.
+        log_prior: log p(Z_G) on the real line.
+        ask: What silos tell.
+        seed: Of the points.
+        points: Points of a round.
+        frame: Other coordinates, in which proposals are fitted too.
+    """
+
+    def __init__(
+        self, q: gaussian.Global, log_prior: Density, ask: Ask, seed: int = 0, points: int = POINTS, frame: Frame | None = None
+    ) -> None:
+        self.q, self.log_prior, self.ask, self.seed, self.points, self.frame = q, log_prior, ask, seed, points, frame
+        mean, root = np.asarray(q.mean, float), np.linalg.cholesky(np.asarray(gaussian.covariance(q), float))
+        self.normal = Component(1.0, mean, root, math.inf)
+        self.proposals: list[Proposal] = []
+        self.z: Points = np.zeros((0, len(mean)))
+        self.x, self.slope = self.z, np.zeros(0)
+        self.log_p = self.difference = np.zeros(0)
+        self.told: list[Told] = []
+
+    @property
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return len(self.proposals)
+
+    def round(self) -> Corrected:
+        """One more evidence round, from q at first and then from mixtures fitted to the weighted points."""
+        random = np.random.default_rng([self.seed, self.rounds])
+        proposal = self._next() if self.rounds else self._first(random)
+        z = self._draw(proposal, random)
+        # Points cross as the silos' numbers, and are what they are after that.
+        z = z.astype(np.asarray(self.q.mean).dtype).astype(float)
+        self.proposals.append(proposal)
+        told = self.ask(z, self.rounds)
+        with np.errstate(invalid="ignore"):
+            log_p = np.asarray(told.evidence, float) + np.asarray(self.log_prior(z), float)
+        log_p = np.where(np.isfinite(log_p) & (np.asarray(told.evidence) > FLOOR / 10), log_p, -np.inf)
+        self.told.append(told)
+        self.z = np.concatenate([self.z, z])
+        if self.frame is not None:
+            self.x, self.slope = self.frame.to(self.z)
+            fine = np.isfinite(self.x).all(axis=1) & np.isfinite(self.slope)
+            self.x, self.slope = np.where(fine[:, None], self.x, 0.0), np.where(fine, self.slope, -np.inf)
+        self.log_p = np.concatenate([self.log_p, log_p])
+        self.difference = np.concatenate([self.difference, np.asarray(told.difference, float)])
+        return self.weighed()
+
+    def of_q(self) -> tuple[Points, Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
+        """The points that q itself gave, their log importance ratios, and the difference between halves."""
+        count = round(self.proposals[0].plain[0].share * self.points)
+        z = self.z[:count]
+        return z, self.log_p[:count] - self.normal.log_density(z), self.difference[:count]
+
+    def weighed(self) -> Corrected:
+        """All points so far, with their weights."""
+        mixed = [self._log_density(one) for one in self.proposals]
+        log_q = np.logaddexp.reduce(mixed) - math.log(len(mixed))
+        ratios = self.log_p - log_q
+        weights, khat = smoothed(ratios)
+        halves = tuple(smoothed(ratios + sign * self.difference / 2)[0] for sign in (1, -1))
+        ess = float(1 / np.sum(weights**2))
+        sent = self.rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
+        return Corrected(self.z, weights, khat, ess, self.rounds, sent, halves)  # type: ignore[arg-type]
+
+    def _draw(self, proposal: Proposal, random: np.random.Generator) -> Points:
+        count = round(sum(one.share for one in proposal.plain) * self.points)
+        plain = mixtures.draw(_whole(proposal.plain), random, count)
+        if self.frame is None or count == self.points:
+            return plain
+        x = mixtures.draw(_whole(proposal.framed), random, self.points - count)
+        back = self.frame.back(x)
+        return np.concatenate([plain, np.where(np.isfinite(back), back, 0.0)])
+
+    def _log_density(self, proposal: Proposal) -> Float[np.ndarray, " s"]:
+        found = mixtures.log_density(proposal.plain, self.z)
+        if proposal.framed:
+            found = np.logaddexp(found, mixtures.log_density(proposal.framed, self.x) + self.slope)
+        return found
+
+    def _first(self, random: np.random.Generator) -> Proposal:
+        mean, root = self.normal.mean, self.normal.root
+        wider = [Component(0.35, mean, 1.2 * root, 5.0), Component(0.15, mean, 2.0 * root, 3.0)]
+        half = [self.normal._replace(share=0.5)]
+        if self.frame is None:
+            return Proposal([*half, *wider], [])
+        x, _ = self.frame.to(self.normal.draw(random, self.points))
+        x = x[np.isfinite(x).all(axis=1)]
+        framed = mixtures.fitted(x, np.full(len(x), 1 / len(x)), 1)
+        return Proposal([*half, *mixtures.scaled(wider, 0.5)], mixtures.scaled(framed, 0.25))
+
+    def _next(self) -> Proposal:
+        """Mixtures for the points so far; where few have all of the weight, for flatter weights w^β."""
+        now, n = self.weighed(), self.z.shape[1]
+        wanted = min(max(100, 20 * n), 0.25 * len(self.z))
+        weights = _flatter(now.weights, wanted)
+        far = now.ess < LEAST  # q is far from the posterior, or much narrower
+        wide = _flatter(now.weights, max(wanted, (n + 1) * (n + 2))) if far else weights
+
+        def of(points: Points, log_p: Float[np.ndarray, " s"]) -> Mixture:
+            found = mixtures.fitted(points, weights, COMPONENTS)
+            if far and (top := mixtures.surrogate(points, log_p, wide)) is not None:
+                found = [top._replace(share=0.6), *mixtures.scaled(found, 0.4)]
+            whole = mixtures.fitted(points, weights, 1)[0]
+            return [*mixtures.scaled(found, 0.85), whole._replace(share=0.15, root=1.5 * whole.root, degrees=3.0)]
+
+        plain = of(self.z, self.log_p)
+        if self.frame is None:
+            return Proposal(plain, [])
+        framed = of(self.x, self.log_p - self.slope)
+        # Which coordinates suit the points better.
+        share, one = 0.5, mixtures.log_density(plain, self.z)
+        other = mixtures.log_density(framed, self.x) + self.slope
+        for _ in range(10):
+            share = float(weights @ (1 / (1 + np.exp(np.clip(one - other, -50, 50)) * (1 - share) / share)))
+            share = min(max(share, 0.15), 0.85)
+        return Proposal(mixtures.scaled(plain, 1 - share), mixtures.scaled(framed, share))
+
+
+def _whole(mixture: Mixture) -> Mixture:
+    return mixtures.scaled(mixture, 1 / sum(one.share for one in mixture))
+
+
+def _flatter(weights: Float[np.ndarray, " s"], wanted: float) -> Float[np.ndarray, " s"]:
+    """w^β with the largest β up to 1 for which so many draws are effective."""
+    if 1 / np.sum(weights**2) >= wanted:
+        return weights
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        flat = _power(weights, middle)
+        low, high = (middle, high) if 1 / np.sum(flat**2) >= wanted else (low, middle)
+    return _power(weights, low)
+
+
+def smoothed(ratios: Float[np.ndarray, " s"]) -> tuple[Float[np.ndarray, " s"], float]:
+    """Pareto-smoothed importance weights of log ratios, and k̂; infinite where nothing is finite."""
+    fine = np.isfinite(ratios)
+    if fine.sum() < 10:
+        return np.full(len(ratios), 1 / len(ratios)), math.inf
+    logs, khat = quietly("arviz").psislw(np.where(fine, ratios, ratios[fine].min() - 100.0))
+    weights = np.exp(np.asarray(logs))
+    return weights / weights.sum(), float(khat)
+
+
+def _power(weights: Float[np.ndarray, " s"], exponent: float) -> Float[np.ndarray, " s"]:
+    flat = np.where(weights > 0, weights, 1.0) ** exponent * (weights > 0)
+    return flat / flat.sum()
+
+
+def corrected(sampler: Sampler, rounds: int = ROUNDS, least: int = 1) -> Corrected:
+    """Rounds until the weights are good, at least and at most so many in all."""
+    found = sampler.weighed() if sampler.rounds else sampler.round()
+    while sampler.rounds < least or (sampler.rounds < rounds and not (found.khat <= TRUSTED and found.ess >= ENOUGH)):
+        found = sampler.round()
+    return found
