@@ -210,6 +210,14 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         raise NotImplementedError
 
 
+class LocalDraws(NamedTuple):
+    """Draws from a silo's posterior on the real line, by chain; and which of them ended a trajectory that diverged."""
+
+    z_G: Float[Array, "c s n"]  # noqa: N815
+    z_L: dict[str, Float[Array, "c s blocks d"]]  # noqa: N815
+    diverging: Bool[Array, "c s"]
+
+
 @dataclasses.dataclass(frozen=True)
 class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     """An algorithm that fits a NumPyro model over silos. A silo's data is what the model reads; draws come by site."""
@@ -255,6 +263,10 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     def local_from(self, local: LocalT, eta: Any, shared: Any) -> LocalT:
         """A first local state at the η_L of another fit, written with the μ_G of `shared`."""
         return local._replace(eta=eta)  # type: ignore[attr-defined]
+
+    def local_draws(self, key: PRNGKeyArray, down: DownT, local: LocalT, data: Any, count: int) -> LocalDraws:
+        """Draws of (Z_G, Z_L) from a silo's own posterior."""
+        raise NotImplementedError
 
     def health(self, server: ServerT, locals: dict[str, LocalT]) -> dict[str, Any]:
         """What the method says of its own state, for the verdict; nothing by default.

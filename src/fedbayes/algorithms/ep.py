@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import StructuredAlgorithm, Sum, check_settings, fact, setting
+from fedbayes.algorithm import LocalDraws, StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, variational
 from fedbayes.primitives.dependence import linked
@@ -30,6 +30,8 @@ from fedbayes.primitives.variational import Family, Locals, Shared
 
 FAMILY = Family(moving_scale=True)
 """The form of q(Z_L | Z_G) that summarises draws."""
+UNMIXED, SKEWED = 1.1, 1.0
+"""A split r-hat, and a skewness of a tilted marginal, above which a silo is counted."""
 BEYOND = 3.0
 """Standard errors beyond which a movement of q is more than noise."""
 
@@ -55,6 +57,7 @@ class Server(NamedTuple):
     moved: Float[Array, ""]
     noise: Float[Array, ""]
     converged: Bool[Array, ""]
+    checked: Checked
 
 
 class Local(NamedTuple):
@@ -82,12 +85,21 @@ class Down(NamedTuple):
     draws: Float[Array, ""]
 
 
+class Checked(NamedTuple):
+    """How many draws silos took and how many diverged; how many silos have chains that disagree, and a skewed Z_G."""
+
+    draws: Float[Array, ""]
+    divergences: Float[Array, ""]
+    unmixed: Float[Array, ""]
+    skewed: Float[Array, ""]
+
+
 class Up(NamedTuple):
-    """Δ_j^(1/ρ), its Monte Carlo noise, how many transitions diverged, and 1, which counts who answered."""
+    """Δ_j^(1/ρ), its Monte Carlo noise, the state of the chains, and 1, which counts who answered."""
 
     change: Sum[Natural]
     noise: Sum[Noise]
-    divergences: Sum[Float[Array, ""]]
+    checked: Sum[Checked]
     silos: Sum[Float[Array, ""]]
 
 
@@ -97,6 +109,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     default_rounds: ClassVar[int] = 15
     stops: ClassVar[bool] = True
+    samples: ClassVar[bool] = True
 
     damping: float = setting(0.7, above=0, most=1)
     """ρ while q moves."""
@@ -126,7 +139,15 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         factored.check(self, "EP")
         q, prior = factored.prior_start(self.structured, key)
         zero = jnp.zeros(())
-        where = (jnp.float32(self.damping), jnp.float32(self.draws), zero, zero, zero, jnp.bool_(False))
+        where = (
+            jnp.float32(self.damping),
+            jnp.float32(self.draws),
+            zero,
+            zero,
+            zero,
+            jnp.bool_(False),
+            Checked(zero, zero, zero, zero),
+        )
         return Server(prior, Shared(q, {}), jnp.zeros(self.rounds or 0), jnp.int32(0), *where)
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
@@ -152,7 +173,9 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         tilted, noise = sampling.gaussian_of(draws)
         change = over(over(tilted, cavity), factor)
         health, eta = sampling.health(draws), sampling.conditionals(draws, q)
-        up = Up(change, Noise(noise.shift, jnp.diagonal(noise.precision)), health.divergences, jnp.ones(()))
+        flags = (health.rhat > UNMIXED, health.skew > SKEWED)
+        checked = Checked(health.draws, health.divergences, *(flag.astype(health.draws.dtype) for flag in flags))
+        up = Up(change, Noise(noise.shift, jnp.diagonal(noise.precision)), checked, jnp.ones(()))
         applied = power(change, down.damping)
         return up, Local(chains, q, factor, applied, down.round, local.visits + 1, eta, q.mean, health)
 
@@ -170,14 +193,15 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         """q(Z_L | Z_G) of the last draws, moved from the μ_G that it was written with to that of `shared`."""
         return variational.moved(local.eta, shared, local.centre)
 
-    def local_draws(self, key: PRNGKeyArray, down: Down, local: Local, data: Any, count: int) -> Any:
-        """Draws of the silo's tilted distribution: (Z_G, Z_L) by chain, from chains that go on."""
+    def local_draws(self, key: PRNGKeyArray, down: Down, local: Local, data: Any, count: int) -> LocalDraws:
+        """Draws of the silo's tilted distribution, from chains that go on."""
         each = max(1, -(-count // self.chains))
         algorithm = dataclasses.replace(self, most=max(each, 20))
         cavity = factored.cavity(factored.arrived(local, down))
         draws, _ = algorithm.sample(key, down.shared.eta, cavity, local, jnp.int32(each), data)
         to_z = jax.vmap(jax.vmap(lambda u: gaussian.draw_global(down.shared.eta, u)))
-        return to_z(draws.u[:, :each]), {name: value[:, :each] for name, value in draws.z.items()}, draws.diverging[:, :each]
+        z_L = {name: value[:, :each] for name, value in draws.z.items()}
+        return LocalDraws(to_z(draws.u[:, :each]), z_L, draws.diverging[:, :each])
 
     def sample(
         self, key: PRNGKeyArray, q: Global, cavity: Natural, local: Local, count: Int[Array, ""], data: Any
@@ -220,12 +244,23 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         noise = largest * jnp.sqrt(taken / jnp.maximum(weight, taken))  # each round has its share of all draws
         enough = weight >= down.draws  # all silos have answered
         converged = averaging & enough & (noise < self.tolerance) & (moved * (1 - down.damping) < self.tolerance)
-        progress = (damping, draws, weight, moved, noise, converged)
+        progress = (damping, draws, weight, moved, noise, converged, up.checked)
         return Server(prior, Shared(q, {}), accepted, server.round + 1, *progress)
 
     def stopped(self, server: Server) -> Bool[Array, ""]:
         """Whether q has stopped moving, and its noise is below the tolerance."""
         return server.converged
+
+    def health(self, server: Server, locals: dict[str, Local]) -> dict[str, Any]:
+        """The state of the search, and of the silos' chains as far as they are known here."""
+        found = {"moved": float(server.moved), "noise": float(server.noise), "converged": bool(server.converged)}
+        found |= {name: float(value) for name, value in server.checked._asdict().items()}
+        if not locals:
+            return found
+        silos = {name: {key: float(value) for key, value in one.health._asdict().items()} for name, one in locals.items()}
+        worst = {"rhat": max, "ess": min, "moving": min, "skew": max, "kurtosis": max}
+        found |= {key: of(one[key] for one in silos.values()) for key, of in worst.items()}
+        return {**found, "silos": silos}
 
     def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
         """How far q would have moved in the last round, its noise, and ρ."""

@@ -42,6 +42,24 @@ def predict(
     return variational.predict(silo, key, shared, eta, count=draws, own=own)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def local_posterior(
+    algorithm: AnyStructured, form: Any, count: int, key: Any, down: Any, local: Any, arrays: Any
+) -> tuple[Values, Any]:
+    """Draws of a silo's latents and of what it would observe, (chains, draws, …) for each site; and which diverged."""
+    data, (for_draws, for_sites) = trees.put_together(form, arrays), jax.random.split(key)
+    draws = algorithm.local_draws(for_draws, down, local, data, count)
+    chains, each = draws.diverging.shape
+
+    def one(arguments: Any) -> Values:
+        key, z_G, z_L = arguments
+        return algorithm.structured.predictive(key, down.shared.theta, z_G, z_L, data)
+
+    flat = jax.tree.map(lambda leaf: leaf.reshape(chains * each, *leaf.shape[2:]), (draws.z_G, draws.z_L))
+    values = jax.lax.map(one, (jax.random.split(for_sites, chains * each), *flat), batch_size=16)
+    return jax.tree.map(lambda leaf: leaf.reshape(chains, each, *leaf.shape[1:]), values), draws.diverging
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def adapt(algorithm: AnyStructured, form: Any, key: Any, down: Any, local: Any, arrays: Any) -> Any:
     """The state of a silo that may never have trained."""

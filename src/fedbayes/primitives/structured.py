@@ -6,10 +6,12 @@ import abc
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.algorithm import DownT, LocalT, ServerT, StructuredAlgorithm, UpT
+from fedbayes.algorithm import DownT, LocalDraws, LocalT, ServerT, StructuredAlgorithm, UpT
 from fedbayes.primitives import variational
 from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.variational import Family, Locals, Shared, Silo
@@ -46,6 +48,12 @@ class Variational(StructuredAlgorithm[ServerT, LocalT, DownT, UpT]):
         start, optimiser = self.eta(local, down.shared), optax.adam(self.lr)
         eta = variational.adapt(self.at(data), optimiser, self.adapt_steps, key, down.shared, start)
         return self.local_from(local, eta, down.shared)
+
+    def local_draws(self, key: PRNGKeyArray, down: Any, local: LocalT, data: Any, count: int) -> LocalDraws:
+        """Independent draws from q, as one chain."""
+        draws = variational.posterior_draws(self.at(data), key, down.shared, self.eta(local, down.shared), count)
+        z_G, z_L = jax.tree.map(lambda leaf: leaf[None], draws)
+        return LocalDraws(z_G, z_L, jnp.zeros((1, count), bool))
 
     def predict(self, key: PRNGKeyArray, down: Any, local: LocalT, x: Any) -> Any:
         """Posterior predictive draws of what a silo observes, by site."""

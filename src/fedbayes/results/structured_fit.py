@@ -206,10 +206,14 @@ class SiloFit:
     def local_posterior(self, silo: str, draws: int = 1000, seed: int = 0) -> az.InferenceData:
         """A silo's own posterior, computed where its data is: its latents and the global ones that they were drawn with.
 
-        Also what the model would observe there (posterior_predictive), what was observed, and its log density.
+        Also what the model would observe there (posterior_predictive), what was observed, and its log density. Where the
+        method samples, draws come by chain, so that r-hat and effective sizes mean something, with `sample_stats.diverging`.
         """
-        data, parts = self.simulation.data(silo), self.simulation.parts[self.simulation.index(silo)]
-        values = self._predicted(silo, *parts, draws, seed, own=True)
+        simulation, place = self.simulation, self.simulation.index(silo)
+        data, (form, arrays) = simulation.data(silo), simulation.parts[place]
+        key = keys.fold(jax.random.key(seed), np.uint32(place))
+        given = (key, simulation.down(), simulation.own(silo), arrays)
+        values, diverging = silo_programs.local_posterior(self.algorithm, form, draws, *given)
         latents, seen = self._structured.local_latents(data), self._structured.observed_values(data)
         logs = {f"log {name}" for name in seen}
         groups = {
@@ -217,8 +221,9 @@ class SiloFit:
             "posterior_predictive": {name: value for name, value in values.items() if name in seen},
             "log_likelihood": {name: values[f"log {name}"] for name in seen},
             "observed_data": seen,
+            "sample_stats": {"diverging": diverging} if self.algorithm.samples else {},
         }
-        return _inference_data(groups, latents)
+        return _inference_data(groups, latents, by_chain=True)
 
     def _predicted(self, silo: str, form: trees.Form, arrays: Any, draws: int, seed: int, *, own: bool) -> Values:
         key = keys.fold(jax.random.key(seed), np.uint32(self.simulation.index(silo)))
@@ -348,7 +353,7 @@ def fit_silos(
             fit.corrected = kept_draws(run.folder)
             return fit
         began = time.perf_counter()
-        fit.result = {"schema": SCHEMA, **settings, **_figures(fit, correct)}
+        fit.result = {"schema": SCHEMA, **settings, "rounds": simulation.round, **_figures(fit, correct)}
         if run is not None:
             arrays: dict[str, np.ndarray] = {}
             form = serialise.flatten(fit.shared, "shared", arrays)
@@ -447,16 +452,19 @@ def _global_draws(q: gaussian.Global, count: int, seed: int) -> Float[Array, "s 
     return silo_programs.global_draws(q, jax.random.normal(jax.random.key(seed), (count, q.mean.size)))
 
 
-def _inference_data(groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None) -> az.InferenceData:
-    """Draws as one chain; an axis that is a plate has its name."""
+def _inference_data(
+    groups: dict[str, dict[str, Any]], latents: list[Latent] | None = None, *, by_chain: bool = False
+) -> az.InferenceData:
+    """Draws as one chain, or by chain; an axis that is a plate has its name."""
     dims = {}
     for latent in latents or []:
         value = np.asarray(groups["posterior"][latent.name])
+        value = value[0] if by_chain else value
         names = [f"{latent.name}_dim_{axis}" for axis in range(value.ndim - 1)]
         if latent.plate.name:
             names[value.ndim - 1 - latent.transform.codomain.event_dim + latent.plate.dim] = latent.plate.name
         dims[latent.name] = names
     arrays = {group: {name: np.asarray(value) for name, value in sites.items()} for group, sites in groups.items() if sites}
-    for group in arrays.keys() - {"observed_data"}:
+    for group in () if by_chain else arrays.keys() - {"observed_data"}:
         arrays[group] = {name: value[None] for name, value in arrays[group].items()}
     return quietly("arviz").from_dict(dims=dims, **arrays)

@@ -195,6 +195,8 @@ def _training(case: Case) -> tuple[list[str], dict[str, Any]]:
         reasons.append(f"q still moves{moved}")
     if health.get("rhat", 1.0) > RHAT:
         reasons.append(f"chains in the silos disagree (r-hat {health['rhat']:.2f})")
+    elif health.get("unmixed"):
+        reasons.append(f"chains disagree in {health['unmixed']:.0f} of the silos (r-hat above {RHAT})")
     return reasons, checks
 
 
