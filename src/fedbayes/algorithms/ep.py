@@ -157,7 +157,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         chains = Chains(
             jnp.zeros((self.chains, n)), z_L, jnp.float32(0.1), {name: jnp.ones(z.shape[1:]) for name, z in z_L.items()}
         )
-        one, q = factored.flat(n), gaussian.init_global(n, 1.0, full=True)
+        one, q = factored.flat(n), gaussian.init_global(n, full=True)
         eta = FAMILY.init_local(key, self.structured, data)
         return Local(chains, q, one, one, jnp.int32(0), jnp.int32(0), eta, jnp.zeros(n), sampling.unknown_health())
 

@@ -105,7 +105,7 @@ class PVI(Centred[Server, Local, Down, Up]):
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
         """η_L for the latents that this silo's data asks for, and t_j = 1."""
         n = self.structured.size()
-        one, q = factored.flat(n), gaussian.init_global(n, 1.0, full=True)
+        one, q = factored.flat(n), gaussian.init_global(n, full=True)
         return Local(self.family.init_local(key, self.structured, data), jnp.zeros(n), q, one, one, jnp.int32(0))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:

@@ -36,6 +36,8 @@ MOST = 40
 """Global latents up to which a correction is tried."""
 ENOUGH = 1000
 """Effective draws from which on no further round is asked for."""
+EQUAL = 1e-3
+"""A range of log weights below which they are equal: a tail fitted to what is left of rounding says nothing."""
 LEAST = 100
 """Effective draws below which weighted draws are not believed."""
 TRUSTED = 0.7
@@ -265,6 +267,8 @@ def smoothed(ratios: Float[np.ndarray, " s"]) -> tuple[Float[np.ndarray, " s"], 
     fine = np.isfinite(ratios)
     if fine.sum() < 10:
         return np.full(len(ratios), 1 / len(ratios)), math.inf
+    if fine.all() and np.ptp(ratios) < EQUAL:
+        return np.full(len(ratios), 1 / len(ratios)), 0.0
     logs, khat = quietly("arviz").psislw(np.where(fine, ratios, ratios[fine].min() - 100.0))
     weights = np.exp(np.asarray(logs))
     return weights / weights.sum(), float(khat)
