@@ -1,13 +1,14 @@
 """The evidence of a silo, log p(y_j | Z_G), at given points: what a verdict on q(Z_G) and its correction need of the silos.
 
 Given Z_G, a silo finds the mode and the curvature of log p(y_j, Z_L | Z_G) by Newton steps from its q(Z_L | Z_G), and weighs
+draws around the mode from a density with heavier tails than a normal one,
 
-    Z_L ~ ¾ t(mode, −curvature⁻¹) + ¼ t(q),        log L̂ = log 1/K Σ_k p(y_j, Z_L^k | Z_G) / proposal(Z_L^k | Z_G)
+    log L̂ = log 1/K Σ_k p(y_j, Z_L^k | Z_G) / proposal(Z_L^k | Z_G),
 
-element by element of a plate, so that weights are bounded also where q is narrow. Latents in no plate are drawn first, and the
-elements of plates given each of them, around a mode that moves with them. The noise is the same for all Z_G, so that most of
-its error is too, and cancels where only differences matter. Draws come in two independent halves: by both and each of them the
-O(1/K) bias of a logarithm is removed, and their difference tells the Monte Carlo error.
+element by element of a plate. So it does not matter how good q(Z_L | Z_G) is, and weights are bounded. Latents in no plate are
+drawn first, and the elements of plates given each of them, around a mode that moves with them. The noise is the same for all
+Z_G, so that most of its error is too, and cancels where only differences matter. Draws come in two independent halves: by both
+and each of them the O(1/K) bias of a logarithm is removed, and their difference tells the Monte Carlo error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from fedbayes.primitives import gaussian
 from fedbayes.primitives.variational import Locals, Shared, Silo, parents
 
 DEGREES = 8
-"""Degrees of freedom of the proposals, an even number."""
+"""Degrees of freedom of the proposals in several dimensions, an even number."""
+LOGISTIC = 0.65
+"""The scale of the logistic density that is used in one dimension."""
 NEWTON = 4
 WIDEST = 24
 """Latents of a block and of the silo together up to which their curvature is found."""
@@ -54,7 +57,7 @@ class Told(NamedTuple):
 
 
 class _Proposal(NamedTuple):
-    """A block's t by its mode, the Cholesky factor of its precision, and how the mode moves with the silo's own latents."""
+    """A block's mode, the Cholesky factor of its precision, and how the mode moves with the silo's own latents."""
 
     mode: Float[Array, "blocks d"]
     root: Float[Array, "blocks d d"]
@@ -88,7 +91,7 @@ def told(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, z: Float[Ar
         here = silo.locals_of(shared.theta, eta, everyone, z_G)  # an encoder may read Z_G
         q, log_p = _Family({name: here[name] for name in used}, z_G - shared.eta.mean), functools.partial(terms, z_G)
         proposals = _laplace(log_p, q) if _narrow(sizes) else q.proposals()
-        found = _weighed(log_p, q, proposals, noise, centre)
+        found = _weighed(log_p, proposals, noise, centre)
         of_q = {name: q.mean[name] - centre[name] for name in used}
         squares = {name: of_q[name] ** 2 + q.variance(name) for name in used}
         return found.evidence, found.difference, _finite((found.mean, found.square, of_q, squares), 0.0)
@@ -117,49 +120,37 @@ def told(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, z: Float[Ar
 
 
 class _Family:
-    """q(Z_L | Z_G) at one Z_G: its conditional mean and its log density, block by block; at the mean of the silo's own latents,
-    or given these."""
+    """q(Z_L | Z_G) at one Z_G: its conditional mean and covariance, block by block."""
 
-    def __init__(self, q: Locals, offset: Float[Array, " n"], own: Float[Array, "1 d"] | None = None) -> None:
-        self.q, self.top, self.mean, self.peak = q, offset, Blocks(), dict[str, Array]()
+    def __init__(self, q: Locals, offset: Float[Array, " n"]) -> None:
+        self.q, self.mean = q, Blocks()
         below = offset
         for name in sorted(q):  # the silo's own latents come first
             self.mean[name] = gaussian.draw_local(q[name], jnp.zeros_like(q[name].mean), below if name else offset)
-            self.peak[name] = gaussian.log_local(q[name], self.mean[name], below if name else offset)
             if not name:
-                below = parents(q, offset, {"": self.mean[""] if own is None else own})
+                below = parents(q, offset, self.mean)
         self.offset = {name: below if name else offset for name in q}
 
-    def given(self, own: Float[Array, "1 d"]) -> _Family:
-        """The same, given the silo's own latents."""
-        return _Family(self.q, self.top, own)
-
-    def draw(self, name: str, noise: Float[Array, "blocks d"]) -> Float[Array, "blocks d"]:
-        return gaussian.draw_local(self.q[name], noise, self.offset[name])
-
-    def log_t(self, name: str, z: Float[Array, "blocks d"]) -> Float[Array, " blocks"]:
-        """log density of the t with the location and the scale of q."""
-        d, log_q = z.shape[1], gaussian.log_local(self.q[name], z, self.offset[name])
-        return _log_t(2 * (self.peak[name] - log_q), d) + self.peak[name] + d * math.log(2 * math.pi) / 2
+    def root(self, name: str) -> Float[Array, "d blocks d"]:
+        """The columns of a root of the covariance given Z_G and, in plates, the silo's own latents."""
+        blocks, d = self.mean[name].shape
+        units = jnp.broadcast_to(jnp.eye(d)[:, None, :], (d, blocks, d))
+        return jax.vmap(lambda one: gaussian.draw_local(self.q[name], one, self.offset[name]) - self.mean[name])(units)
 
     def variance(self, name: str) -> Float[Array, "blocks d"]:
         """The variance of each latent given Z_G."""
-        found = sum((column**2 for column in self._columns(name)), jnp.zeros(self.mean[name].shape))
-        C = self.q[name].C
+        found, C = jnp.sum(self.root(name) ** 2, axis=0), self.q[name].C
         if not name or "" not in self.q or C is None:
             return found
-        return found + sum(((C[..., self.top.size :] @ column[0]) ** 2 for column in self._columns("")), jnp.zeros(()))
-
-    def _columns(self, name: str) -> list[Float[Array, "blocks d"]]:
-        shape = self.mean[name].shape
-        return [self.draw(name, jnp.zeros(shape).at[:, i].set(1.0)) - self.mean[name] for i in range(shape[1])]
+        n = self.offset[""].size
+        return found + jnp.sum(jnp.einsum("bdk,ck->cbd", C[..., n:], self.root("")[:, 0]) ** 2, axis=0)
 
     def proposals(self) -> dict[str, _Proposal]:
         """q itself in place of a Laplace approximation, for blocks that are too wide for one."""
         found = {}
         for name, mean in self.mean.items():
-            root = jax.vmap(jnp.diag)(1 / jnp.sqrt(self.variance(name)))
-            found[name] = _Proposal(mean, root, None)
+            inverse = jnp.linalg.inv(jnp.moveaxis(self.root(name), 0, -1))
+            found[name] = _Proposal(mean, jnp.linalg.cholesky(inverse.mT @ inverse), None)
         return found
 
 
@@ -169,24 +160,43 @@ def _narrow(sizes: dict[str, Any]) -> bool:
 
 
 def _noise(key: PRNGKeyArray, sizes: dict[str, Any], inner: int) -> dict[str, Any]:
-    """Draws of a standard t in antithetic pairs: (halves, draws, blocks, d); those of plates for each of the silo's own."""
-
-    def draw(key: PRNGKeyArray, *shape: int) -> Array:
-        for_normal, for_scale = jax.random.split(key)
-        # χ² with an even number of degrees is a sum of exponentials, which compiles in a fraction of a gamma's time.
-        chi_square = 2 * jnp.sum(jax.random.exponential(for_scale, (*shape[:-1], DEGREES // 2)), axis=-1, keepdims=True)
-        scale = jnp.sqrt(DEGREES / chi_square)
-        one = jax.random.normal(for_normal, shape) * scale
-        return jnp.stack([one, -one], axis=-3).reshape(*shape[:-3], 2 * shape[-3], *shape[-2:])
-
+    """Noise of the proposals (halves, draws, blocks, d); of plates' latents for each draw of the silo's own."""
     found = {}
     for place, (name, (blocks, d)) in enumerate(sizes.items()):
+        shape = (2, inner // 2, 2, WITHIN // 2, blocks, d) if name and "" in sizes else (2, inner // 2, blocks, d)
         one = jax.random.fold_in(key, place)
-        if name and "" in sizes:
-            found[name] = draw(one, 2, inner // 2, 2, WITHIN // 4, blocks, d)
-        else:
-            found[name] = draw(one, 2, inner // 4, blocks, d)
+        found[name] = _lattice(one, shape) if d == 1 else _antithetic(one, shape)
     return found
+
+
+def _lattice(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """Logistic noise for one dimension: equidistant quantiles, shifted at random, for the near draws and for the far ones.
+
+    Weights vanish at both ends, so that their mean is the trapezoid rule for a periodic function: a dozen are a quadrature.
+    """
+    near = _near(shape[-3])
+    parts = []
+    for count, one in zip((near, shape[-3] - near), jax.random.split(key), strict=True):
+        shift = jax.random.uniform(one, (*shape[:-3], 1, *shape[-2:]))
+        steps = jnp.arange(count).reshape(*(1 for _ in shape[:-3]), count, 1, 1) / count
+        u = jnp.clip((steps + shift) % 1.0, 1e-6, 1 - 1e-6)
+        parts.append(LOGISTIC * (jnp.log(u) - jnp.log1p(-u)))
+    return jnp.concatenate(parts, axis=-3)
+
+
+def _antithetic(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    """t noise in pairs of opposite sign."""
+    half = (*shape[:-3], shape[-3] // 2, *shape[-2:])
+    for_normal, for_scale = jax.random.split(key)
+    # χ² with an even number of degrees is a sum of exponentials, which compiles in a fraction of a gamma's time.
+    chi_square = 2 * jnp.sum(jax.random.exponential(for_scale, (*half[:-1], DEGREES // 2)), axis=-1, keepdims=True)
+    one = jax.random.normal(for_normal, half) * jnp.sqrt(DEGREES / chi_square)
+    return jnp.stack([one, -one], axis=-3).reshape(shape)
+
+
+def _near(draws: int) -> int:
+    """How many draws of a half are as wide as the curvature says; the others are wider."""
+    return 2 * (3 * draws // 8)
 
 
 def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]:
@@ -266,14 +276,17 @@ def _solve(root: Array, right: Array) -> Array:
     return jax.vmap(_cho_solve)(root, right[..., None])[..., 0]
 
 
-def _log_t(square: Array, d: int) -> Array:
-    """log density of a standard t in d dimensions at points of that squared length."""
+def _log_noise(square: Array, d: int) -> Array:
+    """log density of the noise at points of that squared length: logistic in one dimension, t with `DEGREES` in several."""
+    if d == 1:
+        size = jnp.sqrt(jnp.maximum(square, 1e-30)) / LOGISTIC
+        return -size - math.log(LOGISTIC) - 2 * jnp.log1p(jnp.exp(-size))
     constant = math.lgamma((DEGREES + d) / 2) - math.lgamma(DEGREES / 2) - d * math.log(DEGREES * math.pi) / 2
     return constant - (DEGREES + d) / 2 * jnp.log1p(square / DEGREES)
 
 
 def _weighed(
-    log_p: Callable[[Blocks], Any], q: _Family, proposals: dict[str, _Proposal], noise: dict[str, Any], centre: Blocks
+    log_p: Callable[[Blocks], Any], proposals: dict[str, _Proposal], noise: dict[str, Any], centre: Blocks
 ) -> _Weighed:
     """The silo's evidence at one Z_G."""
     names = [name for name in noise if name]
@@ -288,26 +301,23 @@ def _weighed(
         columns = jax.vmap(functools.partial(_back, root), in_axes=-1)(jnp.broadcast_to(jnp.eye(root.shape[-1]), root.shape))
         return mean, mean**2 + jnp.sum(columns**2, axis=0)
 
-    def drawn(q: _Family, name: str, noise: Float[Array, "2 k blocks d"], near: Array | None) -> tuple[Array, Array, Array]:
-        """Draws, of each half first those around the mode and then those from q; their log density under both together, and
-        log N(mode, −curvature⁻¹) less it."""
+    def drawn(name: str, noise: Float[Array, "2 k blocks d"], near: Array | None) -> tuple[Array, Array, Array]:
+        """Draws, of each half the near before the far; their log density, and log N(mode, −curvature⁻¹) less it."""
         mode, root, (_, k, _, d) = moved(name, near)[None, None], proposals[name].root, noise.shape
-        of_mode = 2 * (3 * k // 8)
-        away = jax.vmap(jax.vmap(functools.partial(_back, root)))(noise[:, :of_mode])
-        from_q = jax.vmap(jax.vmap(functools.partial(q.draw, name)))(noise[:, of_mode:])
-        z = jnp.concatenate([mode + away, from_q], axis=1)
+        wider = 1 + 1.5 / math.sqrt(d)
+        scale = jnp.where(jnp.arange(k) < _near(k), 1.0, wider)[None, :, None, None]
+        z = mode + jax.vmap(jax.vmap(functools.partial(_back, root)))(scale * noise)
         square = jnp.sum(jnp.einsum("bij,hkbi->hkbj", root, z - mode) ** 2, axis=-1)
-        log_mode = _log_t(square, d) + jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)[None, None]
-        log_q = jax.vmap(jax.vmap(functools.partial(q.log_t, name)))(z)
-        log_density = jnp.logaddexp(math.log(of_mode / k) + log_mode, math.log(1 - of_mode / k) + log_q)
-        log_normal = log_mode - _log_t(square, d) - square / 2 - d * math.log(2 * math.pi) / 2
-        return z, log_density, log_normal - log_density
+        volume = jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)[None, None]
+        parts = _log_noise(square, d), _log_noise(square / wider**2, d) - d * math.log(wider)
+        share = _near(k) / k
+        log_density = volume + jnp.logaddexp(math.log(share) + parts[0], math.log(1 - share) + parts[1])
+        return z, log_density, volume - square / 2 - d * math.log(2 * math.pi) / 2 - log_density
 
     def plates(own: Blocks, noise: dict[str, Array]) -> _Weighed:
         """Given the silo's own latents, which are not weighed here."""
         near = (own[""] - proposals[""].mode)[0] if own else None
-        here = q.given(own[""]) if own else q
-        found = {name: drawn(here, name, noise[name], near) for name in names}
+        found = {name: drawn(name, noise[name], near) for name in names}
         if not found:
             return _Weighed(_total(log_p(own)), jnp.zeros(()), {}, {})
         given = {name: z for name, (z, _, _) in found.items()}
@@ -327,7 +337,7 @@ def _weighed(
 
     if "" not in noise:
         return plates({}, noise)
-    z, log_density, control = drawn(q, "", noise[""], None)
+    z, log_density, control = drawn("", noise[""], None)
     given = jax.vmap(jax.vmap(lambda own, noise: plates({"": own}, noise)))(z, {name: noise[name] for name in names})
     log_w = _finite(given.evidence - log_density[..., 0], FLOOR)
     value, difference, slope = _log_mean(log_w, control[..., 0])
