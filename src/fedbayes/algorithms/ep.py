@@ -30,6 +30,8 @@ from fedbayes.primitives.variational import Family, Locals, Shared
 
 FAMILY = Family(moving_scale=True)
 """The form of q(Z_L | Z_G) that summarises draws."""
+STUCK = 0.05
+"""A share of transitions that moved below which a silo keeps its factor."""
 UNMIXED, SKEWED = 1.1, 1.0
 """A split r-hat, and a skewness of a tilted marginal, above which a silo is counted."""
 BEYOND = 3.0
@@ -131,7 +133,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
             raise UserError(f"most is {self.most}, but it is at least draws, which is {self.draws}")
 
     def prepared(self, data: Any) -> Any:
-        """A silo's data with the dependency structure that is found in it."""
+        """A silo's data with the dependency structure that is found in it, if chains can start there."""
+        self.structured.check_start(data)
         return linked(self.structured, data)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -171,8 +174,10 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         cavity = factored.cavity(factor)
         draws, chains = self.sample(key, q, cavity, local, down.draws.astype(jnp.int32), data)
         tilted, noise = sampling.gaussian_of(draws)
-        change = over(over(tilted, cavity), factor)
         health, eta = sampling.health(draws), sampling.conditionals(draws, q)
+        change = over(over(tilted, cavity), factor)
+        stuck = health.moving < STUCK  # such draws say nothing
+        change, noise = jax.tree.map(lambda leaf: jnp.where(stuck, 0.0, leaf), (change, noise))
         flags = (health.rhat > UNMIXED, health.skew > SKEWED)
         checked = Checked(health.draws, health.divergences, *(flag.astype(health.draws.dtype) for flag in flags))
         up = Up(change, Noise(noise.shift, jnp.diagonal(noise.precision)), checked, jnp.ones(()))
@@ -243,7 +248,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         damping = jnp.where(averaging, draws / (weight + draws), self.damping)
         noise = largest * jnp.sqrt(taken / jnp.maximum(weight, taken))  # each round has its share of all draws
         enough = weight >= down.draws  # all silos have answered
-        converged = averaging & enough & (noise < self.tolerance) & (moved * (1 - down.damping) < self.tolerance)
+        left = jnp.max(size - 2 * error, initial=0.0) * (1 - down.damping)  # of a movement beyond noise
+        converged = averaging & enough & (noise < self.tolerance) & (left < self.tolerance)
         progress = (damping, draws, weight, moved, noise, converged, up.checked)
         return Server(prior, Shared(q, {}), accepted, server.round + 1, *progress)
 

@@ -134,8 +134,11 @@ class SiloSimulation:
             if good:
                 self.state, self.states, _ = run(good)
                 self.round += good
+            kept = self.state, list(self.states)
+            self._one_round()  # which names the silo, if it can
+            self.state, self.states = kept
             where = f"in round {self.round + 1}" if not fine.all() else f"within {count} rounds after round {self.round}"
-            raise Diverged(f"the bound is not finite {where}; {ADVICE}, or loop=True to see the silo")
+            raise Diverged(f"the bound is not finite {where}; {ADVICE}")
         self.state, self.states = state, states
         return trace
 

@@ -68,8 +68,11 @@ def run(
     A latent's bijection is made where the latent is sampled, as its support may depend on latents before it.
     """
 
+    last: list[Any] = []
+
     def value(site: Any) -> Any:
         name = site["name"]
+        last[:] = [site]
         if site["type"] == "param" and theta and name in theta:
             return jax.tree.map(_constraint(site), theta[name])
         if real and name in real:
@@ -81,7 +84,14 @@ def run(
         # A subsampled plate may be given all its elements, about which NumPyro warns.
         warnings.filterwarnings("ignore", "subsample_size does not match")
         with handlers.trace() as sites, handlers.substitute(substitute_fn=value):
-            return function(*arguments), sites
+            try:
+                return function(*arguments), sites
+            except NotImplementedError as problem:
+                kind = type(last[0]["fn"]).__name__ if last and last[0]["type"] == "sample" else ""
+                if not kind:
+                    raise
+                advice = "give it a proper prior, such as Normal(0, 100)"
+                raise UserError(f"{last[0]['name']} is {kind}, of which nothing can be drawn; {advice}") from problem
 
 
 QUANTILES = (0.5, 0.1587, 0.8413)

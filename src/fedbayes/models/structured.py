@@ -192,6 +192,20 @@ class Structured:
         scales = in_blocks(latents, scale)
         return {name: Spread(value, scales[name]) for name, value in in_blocks(latents, location).items()}
 
+    def check_start(self, data: Any, tries: int = 5) -> None:
+        """Refuse a model whose log density is not finite at any of some draws from its prior, by the site's name."""
+        for number in range(tries):
+            key = jax.random.key(number)
+            population, above = run(self.population, (), key=key)
+            sites = {**above, **run(self.silo, (population, plain(data)), known=self.everyone(data), key=key)[1]}
+            with other_peoples_code():
+                tried = [name for name, site in sites.items() if site["type"] == "sample"]
+                bad = [name for name in tried if not bool(jnp.isfinite(jnp.sum(log_prob(sites[name]))))]
+            if not bad:
+                return
+        advice = "check its data, its support and its scale"
+        raise UserError(f"the log density of {bad[0]} is not finite at {tries} draws from the prior; {advice}")
+
     def prior_draw(self, key: PRNGKeyArray) -> Float[Array, " n_G"]:
         """Z_G drawn from p(Z_G)."""
         sites = run(self.population, (), key=key)[1]

@@ -119,14 +119,7 @@ def check(algorithm: AnyStructured, name: str) -> None:
 
 def prior_start(structured: Structured, key: PRNGKeyArray) -> tuple[Global, Natural]:
     """q at the prior's moments, and t_0 = q in its coordinates."""
-    try:
-        z = jax.vmap(structured.prior_draw)(jax.random.split(key, 20 * DRAWS))
-    except NotImplementedError:
-        names = ", ".join(latent.name for latent in structured.global_latents())
-        advice = "give each a proper one, such as Normal(0, 100)"
-        raise UserError(
-            f"a latent of population ({names}) has an improper prior, of which nothing can be drawn; {advice}"
-        ) from None
+    z = jax.vmap(structured.prior_draw)(jax.random.split(key, 20 * DRAWS))
     low, high = jnp.quantile(z, 0.005, axis=0), jnp.quantile(z, 0.995, axis=0)  # a Cauchy has no moments
     z = jnp.clip(z, low[None], high[None])
     q = gaussian.from_moments(jnp.mean(z, axis=0), jnp.atleast_2d(jnp.cov(z, rowvar=False)))

@@ -28,6 +28,8 @@ LEARNS_MASS = (False, True, True, True, False)
 DEPTH = (6, 10)
 """Doublings of a trajectory, at most: while warming up, and of a draw."""
 ACCEPT = 0.85
+LARGEST = 99.0
+"""The r-hat of chains that do not move."""
 BATCHES = 5
 """Parts of a chain, for the jackknife and for effective sizes."""
 
@@ -256,7 +258,8 @@ def _split_rhat(value: Float[Array, "c s d"], count: Int[Array, ""]) -> Float[Ar
     squares, _ = _part_means((value - origin[None, None]) ** 2, count, 2)
     within = jnp.mean(jnp.maximum(squares - means**2, 0.0), axis=(0, 1))
     between = jnp.var(means.reshape(-1, means.shape[-1]), axis=0, ddof=1)
-    return jnp.where(within > 0, jnp.sqrt((size - 1) / size + between / jnp.where(within > 0, within, 1.0)), jnp.inf)
+    ratio = jnp.sqrt((size - 1) / size + between / jnp.where(within > 0, within, 1.0))
+    return jnp.where(within > 0, jnp.minimum(ratio, LARGEST), LARGEST)
 
 
 def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
