@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -198,7 +199,7 @@ class Structured:
             key = jax.random.key(number)
             population, above = run(self.population, (), key=key)
             sites = {**above, **run(self.silo, (population, plain(data)), known=self.everyone(data), key=key)[1]}
-            with other_peoples_code():
+            with other_peoples_code(), warnings.catch_warnings(action="ignore"):  # values out of support are what is looked for
                 tried = [name for name, site in sites.items() if site["type"] == "sample"]
                 bad = [name for name in tried if not bool(jnp.isfinite(jnp.sum(log_prob(sites[name]))))]
             if not bad:

@@ -189,10 +189,16 @@ def draw_mask(draws: Draws) -> Bool[Array, " s"]:
     return jnp.arange(draws.u.shape[1]) < draws.taken
 
 
+def _mean(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[Array, " *d"]:
+    weight = kept.reshape((1, -1) + (1,) * (value.ndim - 2))
+    total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2).astype(value.dtype)
+    return jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total
+
+
 def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[Array, " *d"]:
     weight = kept.reshape((1, -1) + (1,) * (value.ndim - 2))
     total = jnp.maximum(jnp.sum(kept) * value.shape[0], 2).astype(value.dtype)
-    mean = (jnp.sum(jnp.where(weight, value, 0.0), axis=(0, 1)) / total)[None, None]
+    mean = _mean(value, kept)[None, None]
     return jnp.maximum(jnp.sum(jnp.where(weight, (value - mean) ** 2, 0.0), axis=(0, 1)) / total, 1e-10)
 
 
@@ -324,7 +330,7 @@ def gaussian_of(draws: Draws) -> Estimate:
     """The Gaussian with the moments of Z_G, in natural parameters.
 
     E ∇ log p = 0 and E (u − m) ∇ log pᵀ = −I hold exactly for the density p that is sampled (Stein's identity), so both serve
-    as control variates with A = Var(∇ log p)⁻¹:
+    as control variates, with A = −Cov(u, ∇ log p) Var(∇ log p)⁻¹ of the draws:
 
         m = mean(u) + A mean(g),     C = A + mean((u − m) (u − m + A g)ᵀ)
 
@@ -332,14 +338,23 @@ def gaussian_of(draws: Draws) -> Estimate:
     local latents hide of its own information, a J-th of the whole, and not that of the whole precision.
     The bias of C⁻¹ is removed by a jackknife over parts of the chains, which also gives the noise.
     """
-    parts = _batch_moments(draws)
+    kept = draw_mask(draws)
+    centre, scale = _mean(draws.u, kept), jnp.sqrt(_variance(draws.u, kept))  # against cancellation in single precision
+    u, gradient = (draws.u - centre[None, None]) / scale[None, None], draws.gradient * scale[None, None]
+    parts = _batch_moments(draws._replace(u=u, gradient=gradient))
+
+    def natural(moments: Moments) -> Natural:
+        shift, precision = _natural(moments)
+        precision = precision / jnp.outer(scale, scale)
+        return Natural(shift / scale + precision @ centre, precision)
+
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), parts)
-    without = jax.vmap(lambda part: _natural(jax.tree.map(jnp.subtract, total, part)))(parts)
-    whole = _natural(total)
+    without = jax.vmap(lambda part: natural(jax.tree.map(jnp.subtract, total, part)))(parts)
+    whole = natural(total)
     b = BATCHES * draws.u.shape[0]
-    centre = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), without)
-    corrected = jax.tree.map(lambda all, mean: b * all - (b - 1) * mean, whole, centre)
-    noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean[None]) ** 2, axis=0), without, centre)
+    middle = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), without)
+    corrected = jax.tree.map(lambda all, mean: b * all - (b - 1) * mean, whole, middle)
+    noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean[None]) ** 2, axis=0), without, middle)
     proper = jnp.isfinite(jnp.linalg.cholesky(corrected.precision)).all()
     return Estimate(jax.tree.map(lambda a, b: jnp.where(proper, a, b), corrected, whole), noise)
 
@@ -366,16 +381,14 @@ def _batch_moments(draws: Draws) -> Moments:
 
 
 def _natural(moments: Moments) -> Natural:
-    n = moments.u.size
     count = jnp.maximum(moments.total, 2.0)
     u, g = moments.u / count, moments.g / count
-    gg = moments.gg / count - jnp.outer(g, g)
-    A = jnp.linalg.inv(gg + 1e-6 * jnp.trace(gg) / n * jnp.eye(n))
+    gg, ug = moments.gg / count - jnp.outer(g, g), moments.ug / count - jnp.outer(u, g)
+    A = -jnp.linalg.solve(gg + 1e-6 * jnp.diag(jnp.diagonal(gg)), ug.T).T
     m = u + A @ g
     d = u - m
     uu = moments.uu / count - jnp.outer(u, u) + jnp.outer(d, d)
-    ug = moments.ug / count - jnp.outer(u, g) + jnp.outer(d, g)
-    C = A + uu + ug @ A.T
+    C = A + uu + (ug + jnp.outer(d, g)) @ A.T
     C = (C + C.T) / 2
     values, vectors = jnp.linalg.eigh(C)
     values = jnp.maximum(values, 1e-3 * jnp.max(values))

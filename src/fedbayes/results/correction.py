@@ -140,7 +140,7 @@ class Sampler:
         self, q: gaussian.Global, log_prior: Density, ask: Ask, seed: int = 0, points: int = POINTS, frame: Frame | None = None
     ) -> None:
         self.q, self.log_prior, self.ask, self.seed, self.points, self.frame = q, log_prior, ask, seed, points, frame
-        mean, root = np.asarray(q.mean, float), np.linalg.cholesky(np.asarray(gaussian.covariance(q), float))
+        mean, root = np.asarray(q.mean, float), np.asarray(gaussian.root(q), float)
         self.normal = Component(1.0, mean, root, math.inf)
         self.proposals: list[Proposal] = []
         self.z: Points = np.zeros((0, len(mean)))
