@@ -77,7 +77,8 @@ def _theta(algorithm: AnyStructured, form: Form, arrays: tuple[Array, ...]) -> d
 
     def start(given: tuple[Array, ...]) -> Values:
         data = put_together(form, given)
-        own = {} if algorithm.family.encoder is None else encode(algorithm.family.encoder, {}, data)[1]
+        start, encoder = jnp.zeros(algorithm.structured.size()), algorithm.family.encoder
+        own = {} if encoder is None else encode(encoder, {}, data, start)[1]
         return {**algorithm.structured.theta(data), **own}
 
     shapes = jax.eval_shape(start, arrays)

@@ -94,7 +94,7 @@ class Structured:
 
     def size(self) -> int:
         """n_G, the length of Z_G."""
-        return _remember(self, "size", None, lambda: sum(latent.width for latent in self.global_latents()))
+        return remember(self, "size", None, lambda: sum(latent.width for latent in self.global_latents()))
 
     def theta(self, data: Any = None) -> Values:
         """θ at its start, unconstrained: every `numpyro.param`; those of `silo` are found where a silo's data is given."""
@@ -111,7 +111,7 @@ class Structured:
             whole = [NO_PLATE] if isinstance(data, Linked) else []
             return {plate.name: plate for plate in [*whole, *groups, *found]}
 
-        return _remember(self, "plates", data, find)
+        return remember(self, "plates", data, find)
 
     def blocks(self, data: Any) -> dict[str, tuple[int, int]]:
         """For each plate of a silo that has latents: how many blocks, and how many numbers in one. "" is no plate."""
@@ -123,7 +123,7 @@ class Structured:
                 found[latent.plate.name] = (latent.plate.total, width + latent.width)
             return found
 
-        return _remember(self, "blocks", data, find)
+        return remember(self, "blocks", data, find)
 
     def rows(self, data: Any) -> int:
         """N_j, the number of observations: elements of an observed site's outermost plate, or of its first axis."""
@@ -134,7 +134,7 @@ class Structured:
             seen = [(plate_of(sites, site), jnp.shape(site["value"])) for site in sites.values() if observed(site)]
             return max(1, *(plate.total if plate.name else (*shape, 1)[0] for plate, shape in seen))
 
-        return _remember(self, "rows", data, find)
+        return remember(self, "rows", data, find)
 
     def subsample(self, key: PRNGKeyArray, data: Any) -> dict[str, Int[Array, " size"]]:
         """Which elements a subsampled plate evaluates, by plate."""
@@ -152,7 +152,7 @@ class Structured:
             plates = (site for site in self._of_silo(data).values() if site["type"] == "plate")
             return {site["name"]: int(site["args"][0]) for site in plates if site["args"][1] not in (None, site["args"][0])}
 
-        return _remember(self, "subsampled", data, find)
+        return remember(self, "subsampled", data, find)
 
     def observed_values(self, data: Any) -> Values:
         """What a silo observes, by site."""
@@ -297,7 +297,7 @@ def _by_link(
 _known: dict[Any, Any] = {}
 
 
-def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
+def remember(model: Structured, what: str, data: Any, find: Callable[[], T]) -> T:
     """What follows from shapes alone is found once: a model is traced many times while a program is made."""
     leaves, treedef = jax.tree.flatten(data)
     signature = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
@@ -309,10 +309,13 @@ def _remember(model: Structured, what: str, data: Any, find: Callable[[], T]) ->
     return _known[key]
 
 
-def encode(encoder: Callable[[Any], Any], theta: Values, data: Any, indices: Values | None = None) -> tuple[Any, Values]:
-    """What an inference network gives for a silo's data, and the parameters that it has at the start."""
-    data = plain(data)
-    return run(encoder, (data,), known=indices, theta=theta)[0], theta_of(run(encoder, (data,), known=indices)[1])
+def encode(
+    encoder: Callable[..., Any], theta: Values, data: Any, z: Float[Array, " n_G"], indices: Values | None = None
+) -> tuple[Any, Values]:
+    """What an inference network gives for a silo's data, and Z_G if it takes it; and its parameters at the start."""
+    takes = [one for one in inspect.signature(encoder).parameters.values() if one.default is one.empty]
+    arguments = (plain(data), z) if len(takes) > 1 else (plain(data),)
+    return run(encoder, arguments, known=indices, theta=theta)[0], theta_of(run(encoder, arguments, known=indices)[1])
 
 
 def numbers(draws: dict[str, Any], most: int = 200) -> list[tuple[str, np.ndarray]]:

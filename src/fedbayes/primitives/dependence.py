@@ -21,8 +21,9 @@ from jaxtyping import Array
 
 from fedbayes.models.linked import Linked, Place
 from fedbayes.models.sites import Plate, Values
-from fedbayes.models.structured import Structured
-from fedbayes.trees import Form, put_together, take_apart
+from fedbayes.models.structured import Structured, remember
+from fedbayes.trees import Form, arrays_of, put_together, take_apart
+from fedbayes.wire import provenance
 
 POINTS = 3
 """Random points at which derivatives are taken: at one alone a dependence may be missed, as where a rectifier is off."""
@@ -96,6 +97,36 @@ def inseparable(structured: Structured, data: Any) -> str:
     """Why draws cannot be weighed block by block, if so: which site depends on the latents of which blocks."""
     found = linked(structured, data)
     return found.why if isinstance(found, Linked) else ""
+
+
+def moving(structured: Structured, data: Any) -> frozenset[str]:
+    """Groups whose prior's curvature, −∇² log p(Z_b | Z_S, Z_G), moves with Z_G or with the silo's own latents Z_S.
+
+    Told from the program, without numbers: a scale that is a latent is found, a location is not.
+    """
+
+    def find() -> frozenset[str]:
+        shapes, whole = arrays_of(data)
+        latents = structured.local_latents(data)
+        real = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.zeros(0).dtype) for one in latents}
+        z_G = jax.ShapeDtypeStruct((structured.size(),), jnp.zeros(0).dtype)
+
+        def curvature(z_G: Any, real: Values, direction: Values, given: Any) -> Values:
+            def prior(real: Values) -> Array:
+                data = whole(given)
+                terms = structured.elements(structured.theta(data), z_G, real, data)
+                return sum((jnp.sum(terms[name]) for name in real), jnp.zeros(()))
+
+            return jax.jvp(jax.grad(prior), (real,), (direction,))[1]
+
+        flows = provenance.trace(curvature, {"z_G": z_G, "real": real, "direction": real, "data": shapes})
+        silo = {f"real/{one.name}" for one in latents if not one.plate.name}
+        names = dict(zip(sorted(real), flows, strict=True))
+        return frozenset(
+            one.plate.name for one in latents if {"z_G", *(silo if one.plate.name else ())} & set(names[one.name].depends)
+        )
+
+    return remember(structured, "moving", data, find)
 
 
 def _shape(structured: Structured, form: Form, arrays: tuple[Array, ...]) -> Shape:

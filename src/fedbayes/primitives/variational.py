@@ -1,18 +1,19 @@
-"""What SFVI, SFVI-Avg and PVI share: a variational family over a structured model, and a silo's term of the bound.
+"""What SFVI, SFVI-Avg and PVI share: a silo's term of the bound over a structured model, and what is done with it.
 
-    q(Z) = q(Z_G) Π_j q(Z_Lj | Z_G),        L̂_j = log p_θ(y_j, Z_Lj | Z_G) − log q(Z_Lj | Z_G)
+    L̂_j = log p_θ(y_j, Z_Lj | Z_G) − log q(Z_Lj | Z_G),        Z_L = (Z_S, Z_1, …, Z_B): the silo's own latents, and blocks
 
-With K > 1 draws the silo's term is the locally enhanced bound (Geffner and Domke 2022): for each element of a plate
-log 1/K Σ_k w_k with w_k = p(y, Z_L^k | Z_G) / q(Z_L^k | Z_G), which is still a sum over silos.
+With K > 1 draws the silo's term is the locally enhanced bound (Geffner and Domke 2022), nested: for each block b
+log 1/K Σ_k w_bk with w_bk = p(y_b, Z_b^k | Z_S, Z_G) / q(Z_b^k | Z_S, Z_G); with K draws of Z_S, each has the weight
+W = p(Z_S | Z_G) / q(Z_S | Z_G) Π_b 1/K Σ_k w_bk, and the term is log 1/K Σ W. It is still a sum over silos.
 
-Gradients are "sticking the landing" (Roeder et al. 2017) where K = 1, and doubly reparametrised (Tucker et al. 2019) otherwise:
-with w̃_k = w_k / Σ w, the path from η_L through Z_L^k has weight w̃_k² and the parameters inside log q are held fixed; what
-flows to Z_G has weight w̃_k. Both are zero for every draw where q is the posterior.
+Gradients are "sticking the landing" (Roeder et al. 2017) where K = 1, and doubly reparametrised (Tucker et al. 2019) otherwise.
+With W̃ and w̃ normalised, a draw of a block counts for α = W̃ w̃. The path from η_b through Z_b has weight α², that from η_S
+through Z_S and all blocks below it α W̃, and the parameters inside log q are held fixed; what flows to Z_G has weight α. All are
+zero for every draw where q is the posterior.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,132 +23,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import check_settings, setting
-from fedbayes.errors import UserError
 from fedbayes.models.linked import Linked
 from fedbayes.models.sites import Values
-from fedbayes.models.structured import Structured, encode
+from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian
-from fedbayes.primitives.dependence import inseparable
+from fedbayes.primitives.family import Family as Family
+from fedbayes.primitives.family import Indices
+from fedbayes.primitives.family import Locals as Locals
+from fedbayes.primitives.family import Noise as Noise
+from fedbayes.primitives.family import Shared as Shared
 from fedbayes.primitives.optimisers import move
 
-LARGEST = 2**27
-"""Numbers in one array of variational parameters beyond which a family is refused."""
-
-Locals = dict[str, gaussian.Local]
-Noise = dict[str, Float[Array, "s k blocks d"]]
-Indices = dict[str, Int[Array, " size"]]
 Density = Callable[[Values, Float[Array, " n"]], Float[Array, ""]]
-
-
-class Shared(NamedTuple):
-    """What all silos share: η_G and θ."""
-
-    eta: gaussian.Global
-    theta: Values
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Which Gaussians are searched, and with how many draws.
-
-    >>> Family.mean_field(bound=5)
-    Family(full=False, coupled=False, dense=False, moving_scale=False, bound=5, draws=1, start=0.1, jitter=0.0, encoder=None)
-    """
-
-    full: bool = True
-    """Whether q(Z_G) has a full covariance; else it is mean-field."""
-    coupled: bool = True
-    """Whether the local mean depends on Z_G, by C."""
-    dense: bool = True
-    """Whether the latents of one plate element are correlated given Z_G, by L."""
-    moving_scale: bool = False
-    """Whether the local log-scale depends on Z_G too, by D."""
-    bound: int = setting(1, least=1)
-    """K, importance-weighted draws for each local latent."""
-    draws: int = setting(1, least=1)
-    """Monte Carlo samples in a step."""
-    start: float = setting(0.1, above=0)
-    """Standard deviations at the start."""
-    jitter: float = setting(0.0, least=0)
-    """Means at the start are drawn with this standard deviation, alike in all silos; hidden units of a network need it."""
-    encoder: Callable[[Any], Any] | None = None
-    """Amortised inference: a function of the silo's data that gives mean and log-scale for each plate; its params are θ."""
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    @classmethod
-    def mean_field(cls, **options: Any) -> Family:
-        """No correlation at all, for models with many latents."""
-        return cls(full=False, coupled=False, dense=False, **options)
-
-    def init_shared(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Shared:
-        """N(0, start² I), or around jittered means, and θ as the model has it."""
-        n = structured.size()
-        if self.full and n * n > LARGEST:
-            raise UserError(f"a full covariance of {n} global latents is too large; use Family.mean_field() or full=False")
-        theta = structured.theta(data)
-        if self.encoder is not None and data is not None:
-            theta = {**theta, **encode(self.encoder, {}, data)[1]}
-        return Shared(self._jittered(key, gaussian.init_global(n, self.start, full=self.full)), theta)
-
-    def init_local(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Locals:
-        """η_L for the latents that this silo's data asks for; nothing where they are amortised."""
-        n, blocks = structured.size(), structured.blocks(data)
-        if self.encoder is not None:
-            return {}
-        found = {}
-        for place, (name, (count, d)) in enumerate(blocks.items()):
-            if (self.coupled or self.moving_scale) and count * d * n > LARGEST:
-                raise UserError(f"{count} × {d} local latents cannot depend on {n} global ones; use coupled=False")
-            if self.dense and count * d * d > LARGEST:
-                raise UserError(f"{d} local latents in a block are too many for a covariance; use dense=False")
-            options = {"dense": self.dense, "coupled": self.coupled, "moving_scale": self.moving_scale}
-            key = jax.random.fold_in(key, place)
-            found[name] = self._jittered(key, gaussian.init_local(count, d, n, self.start, **options))
-        return found
-
-    def _jittered(self, key: PRNGKeyArray, q: Any) -> Any:
-        return q._replace(mean=self.jitter * jax.random.normal(key, q.mean.shape)) if self.jitter else q
-
-    def check_draws(self, structured: Structured, data: Any) -> None:
-        """Refuse K draws where the elements of a plate do not stand apart."""
-        if self.bound > 1 and (why := inseparable(structured, data)):
-            raise UserError(f"{why}, so draws cannot be weighed block by block; use bound=1 for this model")
-
-    def noise(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Noise:
-        """ε_L for every Monte Carlo sample and importance draw; latents in no plate are drawn once a sample."""
-        found, plates = {}, structured.plates(data)
-        for place, (name, (_, d)) in enumerate(structured.blocks(data).items()):
-            shape = (self.draws, self.bound if name else 1, plates[name].size, d)
-            # Each derivation of a key takes as long as the rest of a small model's step: so none for the first plate.
-            found[name] = jax.random.normal(jax.random.fold_in(key, 2 + place) if place else key, shape)
-        return found
-
-    def locals_of(self, structured: Structured, theta: Values, eta: Locals, data: Any, indices: Indices) -> Locals:
-        """η_L of the plate elements in `indices`: kept, or given by the inference network."""
-        if self.encoder is not None:
-            given, _ = encode(self.encoder, theta, data, indices)
-            eta = {name: gaussian.Local(mean, log_scale, None, None, None) for name, (mean, log_scale) in given.items()}
-            expected = structured.blocks(data)
-            if eta.keys() != expected.keys():
-                raise UserError(
-                    f"encoder gives {', '.join(eta) or 'nothing'}, but the silo has latents in "
-                    f"{', '.join(expected) or 'no plate'}; it must return {{plate: (mean, log_scale)}} for each of them"
-                )
-            for name, (mean, log_scale) in given.items():
-                if not mean.shape == log_scale.shape == (len(mean), expected[name][1]):
-                    raise UserError(
-                        f"encoder gives {name} a mean of shape {mean.shape} and a log-scale of shape {log_scale.shape}, but "
-                        f"both must have {expected[name][1]} columns, one for each number of an element"
-                    )
-        sizes = {name: plate for name, plate in structured.plates(data).items() if name in eta}
-        chosen = {}
-        for name, q in eta.items():
-            whole = q.mean.shape[0] == sizes[name].total and name in indices
-            chosen[name] = jax.tree.map(lambda leaf, name=name: leaf[indices[name]], q) if whole else q
-        return chosen
 
 
 class Silo(NamedTuple):
@@ -157,59 +44,104 @@ class Silo(NamedTuple):
     structured: Structured
     data: Any
 
-    def locals_of(self, theta: Values, eta: Locals, indices: Indices) -> Locals:
-        """η_L of the plate elements in `indices`."""
-        return self.family.locals_of(self.structured, theta, eta, self.data, indices)
+    def locals_of(self, theta: Values, eta: Locals, indices: Indices, z_G: Float[Array, " n"]) -> Locals:
+        """η_L of the plate elements in `indices`; an encoder may read Z_G."""
+        return self.family.locals_of(self.structured, theta, eta, self.data, indices, z_G)
 
 
 def silo_gradient(
     silo: Silo, shared: Shared, eta: Locals, noise_G: Float[Array, "s n"], noise_L: Noise, indices: Indices
 ) -> tuple[Float[Array, ""], Shared, Locals]:
     """The silo's term of the bound with its gradients for (η_G, θ) and η_L, averaged over the Monte Carlo samples."""
-    used, to_kept = jax.vjp(lambda theta, eta: silo.locals_of(theta, eta, indices), shared.theta, eta)
     scales = {name: plate.scale for name, plate in silo.structured.plates(silo.data).items()}
 
-    def sample(noise_G: Float[Array, " n"], noise_L: dict[str, Float[Array, "k blocks d"]]) -> Any:
+    def sample(noise_G: Float[Array, " n"], noise_L: dict[str, Float[Array, "_k _blocks _d"]]) -> Any:
         z_G, to_eta_G = jax.vjp(lambda q: gaussian.draw_global(q, noise_G), shared.eta)
+        outer = noise_L[""].shape[0] if "" in noise_L else 1
+        noise_B = {name: noise.reshape(outer, -1, *noise.shape[1:]) for name, noise in noise_L.items() if name}
 
-        def draw(q: Locals, mean_G: Float[Array, " n"], z_G: Float[Array, " n"]) -> Any:
-            each = lambda name, one: jax.vmap(lambda noise: gaussian.draw_local(one, noise, z_G - mean_G))(noise_L[name])  # noqa: E731
-            return {name: each(name, one) for name, one in q.items()}
+        def draw_silo(theta: Values, eta: Locals, mean_G: Float[Array, " n"], z_G: Float[Array, " n"]) -> Any:
+            if "" not in noise_L:
+                return {}
+            q = silo.locals_of(theta, eta, indices, z_G)[""]
+            return {"": jax.vmap(lambda noise: gaussian.draw_local(q, noise, z_G - mean_G))(noise_L[""])}
 
-        z_L, to_locals = jax.vjp(draw, used, shared.eta.mean, z_G)
+        def draw_blocks(theta: Values, eta: Locals, mean_G: Float[Array, " n"], z_G: Float[Array, " n"], z_S: Any) -> Any:
+            q = silo.locals_of(theta, eta, indices, z_G)
 
-        def log_weights(z_G: Float[Array, " n"], theta: Values, z_L: Any) -> dict[str, Float[Array, "k blocks"]]:
-            offset = z_G - shared.eta.mean  # η held fixed, Z_G not: it is one of the latents
+            def given(z_S: Any, noise: Any) -> Any:
+                offset = parents(q, z_G - mean_G, z_S)
+                each = lambda name: jax.vmap(lambda one: gaussian.draw_local(q[name], one, offset))(noise[name])  # noqa: E731
+                return {name: each(name) for name in noise}
 
-            def terms(z_L: dict[str, Float[Array, "blocks d"]]) -> dict[str, Float[Array, " blocks"]]:
-                found = silo.structured.log_silo(theta, z_G, z_L, silo.data, indices)
-                for name, q in used.items():
-                    found[name] = found[name] - gaussian.log_local(q, z_L[name], offset)
-                return found
+            return jax.vmap(given)(z_S, noise_B) if outer > 1 else _lifted(given)(z_S, noise_B)
 
-            alone = {name: value[0] for name, value in z_L.items() if not name}
-            many = {name: value for name, value in z_L.items() if name}
-            if not many:
-                return jax.tree.map(lambda leaf: leaf[None], terms(alone))
-            return jax.vmap(lambda z_L: terms({**alone, **z_L}))(many)
+        def log_weights(z_G: Float[Array, " n"], theta: Values, z_S: Any, z_B: Any) -> dict[str, Float[Array, "o k _b"]]:
+            q = silo.locals_of(shared.theta, eta, indices, z_G)  # η held fixed, Z_G not: it is one of the latents
 
-        log_w, to_inputs = jax.vjp(log_weights, z_G, shared.theta, z_L)
-        value = sum((scales[name] * jnp.sum(_log_mean(part)) for name, part in log_w.items()), jnp.zeros(()))
-        share = {name: jnp.ones_like(part) if len(part) == 1 else jax.nn.softmax(part, axis=0) for name, part in log_w.items()}
-        at_z_G, at_theta, at_z_L = to_inputs({name: part * scales[name] for name, part in share.items()})
-        twice = {name: value * share[name][..., None] if name else value for name, value in at_z_L.items()}
-        at_locals, at_mean, _ = to_locals(twice)
-        through = to_locals(at_z_L)[2]
+            def terms(z_S: Any, z_B: Any) -> dict[str, Float[Array, " _blocks"]]:
+                return _weights(silo, theta, q, z_G, z_G - shared.eta.mean, {**z_S, **z_B}, indices)
+
+            def given(z_S: Any, z_B: Any) -> Any:
+                if not z_B:
+                    return jax.tree.map(lambda leaf: leaf[None], terms(z_S, {}))
+                return jax.vmap(lambda z_B: terms(z_S, z_B))(z_B)
+
+            return jax.vmap(given)(z_S, z_B) if outer > 1 else _lifted(given)(z_S, z_B)
+
+        parameters = (shared.theta, eta, shared.eta.mean, z_G)
+        z_S, to_silo = jax.vjp(draw_silo, *parameters)
+        z_B, to_blocks = jax.vjp(draw_blocks, *parameters, z_S)
+        log_w, to_inputs = jax.vjp(log_weights, z_G, shared.theta, z_S, z_B)
+        zero = jnp.zeros(outer)
+        total = sum((scales[name] * jnp.sum(_log_mean(part, 1), axis=1) for name, part in log_w.items()), zero)
+        W, w = _share(total, 0), {name: _share(part, 1) for name, part in log_w.items()}
+        alpha = {name: W[:, None, None] * part for name, part in w.items()}
+        at_z_G, at_theta, at_z_S, at_z_B = to_inputs({name: part * scales[name] for name, part in alpha.items()})
+        *for_blocks, _, _ = to_blocks({name: value * alpha[name][..., None] for name, value in at_z_B.items()})
+        *_, through, below = to_blocks(at_z_B)
+        *_, below_twice = to_blocks(jax.tree.map(lambda leaf: leaf * W.reshape(-1, *(1,) * (leaf.ndim - 1)), at_z_B))
+        twice = jax.tree.map(lambda own, more: own * W[:, None, None] + more, at_z_S, below_twice)
+        *for_silo, _ = to_silo(twice)
+        through = through + to_silo(jax.tree.map(jnp.add, at_z_S, below))[3]
         (at_eta,) = to_eta_G(at_z_G + through)
-        return value, Shared(at_eta._replace(mean=at_eta.mean + at_mean), at_theta), at_locals
+        more_theta, for_eta, at_mean = jax.tree.map(jnp.add, tuple(for_blocks), tuple(for_silo))
+        at_theta = jax.tree.map(jnp.add, at_theta, more_theta)
+        return _log_mean(total, 0), Shared(at_eta._replace(mean=at_eta.mean + at_mean), at_theta), for_eta
 
-    value, for_shared, for_used = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), jax.vmap(sample)(noise_G, noise_L))
-    more_theta, for_eta = to_kept(for_used)
-    return value, for_shared._replace(theta=jax.tree.map(jnp.add, for_shared.theta, more_theta)), for_eta
+    return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), jax.vmap(sample)(noise_G, noise_L))
 
 
-def _log_mean(log_w: Float[Array, "k blocks"]) -> Float[Array, " blocks"]:
-    return log_w[0] if len(log_w) == 1 else jax.nn.logsumexp(log_w, axis=0) - math.log(len(log_w))
+def parents(q: Locals, offset: Float[Array, " n"], z: dict[str, Float[Array, "_blocks _d"]]) -> Float[Array, " m"]:
+    """What the mean of a block moves with: Z_G − μ_G, and Z_S − μ_S where the silo has latents of its own."""
+    return jnp.concatenate([offset, (z[""] - q[""].mean)[0]]) if "" in q else offset
+
+
+def _weights(
+    silo: Silo, theta: Values, q: Locals, z_G: Float[Array, " n"], offset: Float[Array, " n"], z: Any, indices: Indices
+) -> dict[str, Float[Array, " _blocks"]]:
+    """log p(y, Z_L | Z_G) − log q(Z_L | Z_G) by block."""
+    found = silo.structured.log_silo(theta, z_G, z, silo.data, indices)
+    below = parents(q, offset, z)
+    return {**found, **{name: found[name] - gaussian.log_local(q[name], z[name], below if name else offset) for name in q}}
+
+
+def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` over a first axis of length 1, without the cost of a mapped one."""
+
+    def lifted(*arguments: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[None], function(*jax.tree.map(lambda leaf: leaf[0], arguments)))
+
+    return lifted
+
+
+def _share(log_w: Float[Array, "*n"], axis: int) -> Float[Array, "*n"]:
+    return jnp.ones_like(log_w) if log_w.shape[axis] == 1 else jax.nn.softmax(log_w, axis=axis)
+
+
+def _log_mean(log_w: Float[Array, "*n"], axis: int) -> Array:
+    count = log_w.shape[axis]
+    return jnp.squeeze(log_w, axis) if count == 1 else jax.nn.logsumexp(log_w, axis=axis) - math.log(count)
 
 
 def local_search(
@@ -243,7 +175,10 @@ def local_search(
 
 def moved(eta: Locals, shared: Shared, centre: Float[Array, " n"]) -> Locals:
     """q(Z_L | Z_G) as it was with μ_G at `centre`, written with the μ_G that has arrived."""
-    return {name: gaussian.recentre(q, shared.eta.mean - centre) for name, q in eta.items()}
+    shift = shared.eta.mean - centre
+    silo = {"": gaussian.recentre(eta[""], shift)} if "" in eta else {}
+    below = parents(eta, shift, {name: q.mean for name, q in silo.items()})  # the mean of Z_S has moved with μ_G
+    return {name: silo[name] if name in silo else gaussian.recentre(q, below) for name, q in eta.items()}
 
 
 def chance(silo: Silo, key: PRNGKeyArray) -> tuple[Float[Array, "s n"], Noise, Indices]:
@@ -272,17 +207,26 @@ def posterior_draws(
 ) -> tuple[Float[Array, "s n"], dict[str, Float[Array, "s blocks d"]]]:
     """Draws of (Z_G, Z_L) from q, on the real line; every element of a plate, also of one that is subsampled."""
     for_G, for_L = jax.random.split(key)
-    used = silo.locals_of(shared.theta, eta, silo.structured.everyone(silo.data))
+    everyone = silo.structured.everyone(silo.data)
 
     def draw(noise: Float[Array, " n"], key: PRNGKeyArray) -> Any:
         z_G = gaussian.draw_global(shared.eta, noise)
-        z_L = {}
-        for place, (name, q) in enumerate(used.items()):
-            noise_L = jax.random.normal(jax.random.fold_in(key, place), q.mean.shape)
-            z_L[name] = gaussian.draw_local(q, noise_L, z_G - shared.eta.mean)
-        return z_G, z_L
+        q = silo.locals_of(shared.theta, eta, everyone, z_G)
+        keys = {name: jax.random.fold_in(key, place) for place, name in enumerate(q)}
+        return z_G, _drawn(q, keys, z_G - shared.eta.mean)
 
     return jax.vmap(draw)(jax.random.normal(for_G, (count, silo.structured.size())), jax.random.split(for_L, count))
+
+
+def _drawn(
+    q: Locals, keys: dict[str, PRNGKeyArray], offset: Float[Array, " n"], z_S: dict[str, Any] | None = None
+) -> dict[str, Float[Array, "_blocks _d"]]:
+    """Draws of Z_L from q(Z_L | Z_G), or of the blocks alone where Z_S is given; in the order of q."""
+    noise = {name: jax.random.normal(one, q[name].mean.shape) for name, one in keys.items()}
+    if z_S is None:
+        z_S = {"": gaussian.draw_local(q[""], noise[""], offset)} if "" in q else {}
+    below = parents(q, offset, z_S)
+    return {name: z_S[name] if name in z_S else gaussian.draw_local(q[name], noise[name], below) for name in q}
 
 
 def predict(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, *, count: int = 200, own: bool = False) -> Values:
@@ -313,30 +257,23 @@ def log_evidence(
     Z_G, so that most of its error is too, and cancels where only differences matter.
     """
     everyone = silo.structured.everyone(silo.data)
-    used = silo.locals_of(shared.theta, eta, everyone)
-    outer = inner if "" in used else 1
 
     def weigh(z_G: Float[Array, " n"]) -> Float[Array, ""]:
-        offset = z_G - shared.eta.mean
-
-        def draw(name: str, key: PRNGKeyArray) -> Float[Array, "blocks d"]:
-            noise = jax.random.normal(key, used[name].mean.shape)
-            return gaussian.draw_local(used[name], noise, offset)
+        offset, q = z_G - shared.eta.mean, silo.locals_of(shared.theta, eta, everyone, z_G)
+        outer = inner if "" in q else 1
 
         def given(key: PRNGKeyArray) -> Float[Array, ""]:
-            alone = {"": draw("", key)} if "" in used else {}
+            z_S = {"": _drawn({"": q[""]}, {"": key}, offset)[""]} if "" in q else {}
 
-            def terms(key: PRNGKeyArray) -> dict[str, Float[Array, " blocks"]]:
-                many = {name: draw(name, jax.random.fold_in(key, i)) for i, name in enumerate(used) if name}
-                found = silo.structured.log_silo(shared.theta, z_G, {**alone, **many}, silo.data, everyone)
-                for name, value in {**alone, **many}.items():
-                    found[name] = found[name] - gaussian.log_local(used[name], value, offset)
-                return found
+            def terms(key: PRNGKeyArray) -> dict[str, Float[Array, " _blocks"]]:
+                keys = {name: jax.random.fold_in(key, place) for place, name in enumerate(q) if name}
+                z = _drawn(q, keys, offset, z_S)
+                return _weights(silo, shared.theta, q, z_G, offset, z, everyone)
 
             each = jax.vmap(terms)(jax.random.split(jax.random.fold_in(key, 1), inner))
-            return sum((jnp.sum(_log_mean(part)) for part in each.values()), jnp.zeros(()))
+            return sum((jnp.sum(_log_mean(part, 0)) for part in each.values()), jnp.zeros(()))
 
-        return jax.nn.logsumexp(jax.vmap(given)(jax.random.split(key, outer))) - math.log(outer)
+        return _log_mean(jax.vmap(given)(jax.random.split(key, outer)), 0)
 
     return jax.lax.map(weigh, z, batch_size=16)
 
