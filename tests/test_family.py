@@ -8,7 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from conftest import assert_close
-from hierarchy import partition, population, silo
+from hierarchy import PRIOR, SPREAD, Y, partition, population, silo
 
 import fedbayes as fb
 from fedbayes.errors import UserError
@@ -151,6 +151,86 @@ def test_an_encoder_that_reads_the_global_latents_finds_the_coupled_posterior():
     assert fits[1].bound[-20:].mean() == pytest.approx(fits[0].bound[-20:].mean(), abs=0.03)
     np.testing.assert_allclose(*(np.exp(fit.shared.eta.log_scale) for fit in fits), rtol=0.03)
     assert fits[1].diagnose(400)["ess"] > 0.95
+
+
+def in_units(unit, shift):
+    """The normal hierarchy of hierarchy.py with everything in other units."""
+
+    def shared():
+        return numpyro.sample("mean", dist.Normal(shift, unit * PRIOR)), numpyro.sample("sigma", dist.HalfNormal(unit))
+
+    def own(shared, data):
+        mean, sigma = shared
+        with numpyro.plate("units", 3):
+            effect = numpyro.sample("effect", dist.Normal(mean, unit * SPREAD))
+        numpyro.sample("y", dist.Normal(effect[data["unit"]], sigma), obs=data["y"])
+
+    index = np.arange(6, dtype=np.int32) % 3
+    parts = [(shift + unit * part).astype(np.float32) for part in np.split(Y, 2)]
+    return shared, own, {f"s{j}": {"y": part, "unit": index} for j, part in enumerate(parts)}
+
+
+@pytest.mark.parametrize("method", [fb.SFVI, fb.PVI, fb.SFVIAvg])
+def test_units_of_the_data_do_not_matter(method):
+    """From the start on, every step is the same in units of the prior."""
+    found = []
+    for unit, shift in ((1.0, 0.0), (50.0, 120.0)):
+        shared, own, data = in_units(unit, shift)
+        options = {} if method is fb.SFVI else {"steps": 30}
+        fit = fb.simulate(method(shared, own, **options), data, 100 if method is fb.SFVI else 3)
+        q = fit.shared.eta
+        own_q = fit._eta("s1")["units"]
+        found.append(((q.mean[0] - shift) / unit, jnp.exp(q.log_scale[0]) / unit, (own_q.mean - shift) / unit, own_q.C[..., 0]))
+    assert_close(found[1], found[0], 2e-3)
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(fb.SFVI, 3000), (fb.PVI, 12)])
+def test_raw_units_at_the_defaults(method, rounds):
+    """mean ~ N(100, 50²), effect ~ N(mean, 8²), y ~ N(effect, 14²) in mmHg, around 118: the posterior is known."""
+    random = np.random.default_rng(5)
+    group = np.arange(24, dtype=np.int32) % 8
+    y = [(118 + random.normal(0, 8, 8)[group] + random.normal(0, 14, 24)).astype(np.float32) for _ in range(2)]
+
+    def shared():
+        return numpyro.sample("mean", dist.Normal(100.0, 50.0))
+
+    def own(mean, data):
+        with numpyro.plate("groups", 8):
+            effect = numpyro.sample("effect", dist.Normal(mean, 8.0))
+        numpyro.sample("y", dist.Normal(effect[data["group"]], 14.0), obs=data["y"])
+
+    fit = fb.simulate(method(shared, own), {f"s{j}": {"y": part, "group": group} for j, part in enumerate(y)}, rounds)
+    means = np.concatenate([[part[group == g].mean() for g in range(8)] for part in y])
+    precision = 1 / 50**2 + 16 / (8**2 + 14**2 / 3)
+    expected = (100 / 50**2 + means.sum() / (8**2 + 14**2 / 3)) / precision
+    assert abs(float(fit.shared.eta.mean[0]) - expected) < 0.05 * precision**-0.5
+    assert float(jnp.exp(fit.shared.eta.log_scale[0])) == pytest.approx(precision**-0.5, rel=0.03)
+
+
+def test_the_start_is_the_prior_s():
+    def shared():
+        level = numpyro.sample("level", dist.Normal(100.0, 50.0))
+        scale = numpyro.sample("scale", dist.LogNormal(1.0, 0.5))
+        return level, scale, numpyro.sample("rate", dist.Gamma(3.0, 2.0).expand([2]).to_event(1))
+
+    def own(shared, data):
+        level, scale, _ = shared
+        with numpyro.plate("units", 4):
+            numpyro.sample("a", dist.Normal(level + data["x"], scale))
+            numpyro.sample("b", dist.Dirichlet(jnp.ones(3)))
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=data["y"])
+
+    model, data = Structured(shared, own), {"x": jnp.full(4, 7.0), "y": jnp.zeros(2)}
+    eta = Family(start=0.2).init_shared(jax.random.key(0), model, data).eta
+    np.testing.assert_allclose(eta.mean[:2], [100.0, 1.0], rtol=1e-5)
+    np.testing.assert_allclose(np.exp(eta.log_scale[:2]) / 0.2, [50.0, 0.5], rtol=1e-3)
+    drawn = np.log(np.random.default_rng(0).gamma(3.0, 0.5, 100_000))
+    np.testing.assert_allclose(eta.mean[2:], np.median(drawn), atol=0.2)
+    np.testing.assert_allclose(np.exp(eta.log_scale[2:]) / 0.2, drawn.std(), rtol=0.25)
+    q = Family(start=0.2).init_local(jax.random.key(0), model, data)["units"]
+    np.testing.assert_allclose(q.mean[:, 0], 100.0, rtol=1e-5)  # whatever the numbers in the data are
+    np.testing.assert_allclose(np.exp(q.log_scale[:, 0]) / 0.2, np.exp(1.0), rtol=1e-3)
+    assert q.mean.shape == (4, 3)
 
 
 @pytest.mark.parametrize("option", ["coupled", "dense", "moving_scale"])

@@ -65,14 +65,14 @@ class SFVI(Variational[Server, Local, Down, Up]):
     starts_anywhere: ClassVar[bool] = True
 
     lr: float = 0.01
-    """Adam's step size, on the server and at the silos."""
+    """Adam's step size, on the server and at the silos; of means, in units of the prior's scale that shrink as q does."""
     decay: float = 0.1
     """What remains of the step size at the end of `rounds`, falling geometrically."""
     silos: int | None = fact("silos")
     """J; by default the silos of the run."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
-        """N(0, start² I), and θ as the model has it."""
+        """Around the prior, and θ as the model has it."""
         shared = self.family.init_shared(key, self.structured, self.example)
         return Server(shared, self._adam().init(shared), jnp.zeros(()))
 
@@ -96,14 +96,17 @@ class SFVI(Variational[Server, Local, Down, Up]):
         """g_j of (S5), and the silo's own step along (S6)."""
         arguments = (down.shared, local.eta, down.noise, noise, indices or {})
         value, gradient, own = variational.silo_gradient(self.at(data), *arguments)
-        return Up(gradient, value, jnp.ones(())), Local(*variational.ascend(self._adam(), local.eta, own, local.optimiser))
+        units = variational.local_units(self.family, down.shared, local.eta)
+        new = variational.ascend(self._adam(), local.eta, own, local.optimiser, units)
+        return Up(gradient, value, jnp.ones(())), Local(*new)
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Ascend along (S4) and (S7): the server's own term and the silos' sum."""
         own, gradient = variational.own_gradient(self.structured.log_population, server.shared, down.noise)
         share = 1.0 if self.silos is None else self.silos / up.silos
         gradient = jax.tree.map(lambda one, other: one + share * other, gradient, up.gradient)
-        shared, optimiser = variational.ascend(self._adam(), server.shared, gradient, server.optimiser)
+        units = variational.shared_units(self.family, server.shared)
+        shared, optimiser = variational.ascend(self._adam(), server.shared, gradient, server.optimiser, units)
         return Server(shared, optimiser, own + share * up.bound)
 
     def _adam(self) -> optax.GradientTransformation:

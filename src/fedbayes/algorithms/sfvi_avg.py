@@ -72,7 +72,7 @@ class SFVIAvg(Centred[Server, Local, Down, Up]):
     """N, the observations of all silos; by default those of the run."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
-        """N(0, start² I), and θ as the model has it."""
+        """Around the prior, and θ as the model has it."""
         return Server(self.family.init_shared(key, self.structured, self.example), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:

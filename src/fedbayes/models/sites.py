@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro import handlers
-from numpyro.distributions import Independent, MixtureGeneral, MixtureSameFamily, biject_to, constraints
+from numpyro.distributions import ExpandedDistribution, Independent, MixtureGeneral, MixtureSameFamily, biject_to, constraints
 from numpyro.distributions.transforms import IndependentTransform, Transform
 
 from fedbayes.errors import UserError
@@ -82,6 +82,60 @@ def run(
         warnings.filterwarnings("ignore", "subsample_size does not match")
         with handlers.trace() as sites, handlers.substitute(substitute_fn=value):
             return function(*arguments), sites
+
+
+QUANTILES = (0.5, 0.1587, 0.8413)
+"""The median, and a standard deviation of a Gaussian below and above it."""
+DRAWS = 255
+"""Draws for the quantiles of a distribution that has no inverse of its distribution function."""
+
+
+class Spread(NamedTuple):
+    """Where a latent's prior lies on the real line, given the latents before it, and how wide it is."""
+
+    location: Array
+    scale: Array
+
+
+def spreads(
+    function: Callable[..., Any], arguments: tuple[Any, ...], known: Values | None = None
+) -> tuple[Any, dict[str, Spread]]:
+    """What `function` returns with every latent at the median of its prior, and each latent's spread there.
+
+    What is not finite is taken to be a standard normal.
+    """
+    found: dict[str, Spread] = {}
+
+    def value(site: Any) -> Any:
+        name = site["name"]
+        if known and name in known:
+            return known[name]
+        if site["type"] != "sample" or observed(site):
+            return None
+        found[name] = _spread(site)
+        return biject_to(site["fn"].support)(found[name].location)
+
+    with other_peoples_code(), handlers.block(), handlers.seed(rng_seed=0), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subsample_size does not match")
+        with handlers.substitute(substitute_fn=value):
+            return function(*arguments), found
+
+
+def _spread(site: Any) -> Spread:
+    fn, base = site["fn"], site["fn"]
+    transform = biject_to(fn.support)
+    while isinstance(base, Independent | ExpandedDistribution):
+        base = base.base_dist
+    try:
+        if base.event_dim:
+            raise NotImplementedError
+        values = [jnp.broadcast_to(base.icdf(jnp.asarray(part)), fn.shape()) for part in QUANTILES]
+        middle, low, high = (transform.inv(value) for value in values)
+    except (NotImplementedError, ImportError):  # NumPyro asks for another package where JAX has no such inverse
+        draws = jax.vmap(transform.inv)(fn.sample(jax.random.key(0), (DRAWS,)))
+        middle, low, high = jnp.quantile(draws, jnp.asarray(QUANTILES), axis=0)
+    fine = jnp.isfinite(middle) & jnp.isfinite(high - low) & (high > low)
+    return Spread(jnp.where(fine, middle, 0.0), jnp.where(fine, (high - low) / 2, 1.0))
 
 
 def unknown(sites: Any) -> Values:
@@ -218,6 +272,18 @@ def on_real_line(latents: list[Latent], z: dict[str, Float[Array, "blocks width"
             others = latent.shape[:axis] + latent.shape[axis + 1 :]
             found[latent.name] = jnp.moveaxis(flat.reshape(latent.plate.size, *others), 0, axis)
     return found
+
+
+def in_blocks(latents: list[Latent], real: Values) -> dict[str, Float[Array, "_blocks _width"]]:
+    """The inverse of `on_real_line`."""
+    parts: dict[str, list[Array]] = {}
+    for latent in latents:
+        value = jnp.broadcast_to(real[latent.name], latent.shape)
+        if latent.plate != NO_PLATE:
+            axis = len(latent.shape) - latent.transform.domain.event_dim + latent.plate.dim
+            value = jnp.moveaxis(value, axis, 0)
+        parts.setdefault(latent.plate.name, []).append(value.reshape(latent.plate.size, -1))
+    return {name: jnp.concatenate(some, axis=1) for name, some in parts.items()}
 
 
 def jacobian(site: Any, real: Array) -> Array:

@@ -26,9 +26,11 @@ from fedbayes.models.sites import (
     NO_PLATE,
     Latent,
     Plate,
+    Spread,
     Values,
     by_block,
     elements,
+    in_blocks,
     independent,
     jacobian,
     latents_of,
@@ -38,10 +40,11 @@ from fedbayes.models.sites import (
     placed,
     plate_of,
     run,
+    spreads,
     theta_of,
     unknown,
 )
-from fedbayes.trees import other_peoples_code
+from fedbayes.trees import arrays_of, other_peoples_code
 
 T = TypeVar("T")
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -171,6 +174,23 @@ class Structured:
     def global_values(self, theta: Values, z: Float[Array, " n_G"]) -> Values:
         """Z_G as the population's sites have it, and what the population calls deterministic."""
         return unknown(self._of_population(theta, z)[1])
+
+    def global_spread(self) -> Spread:
+        """Where the prior of Z_G lies on the real line, and its scale: by medians and quantiles, each given those before it."""
+        _, found = spreads(self.population, ())
+        flat = [[jnp.ravel(getattr(found[one.name], part)) for one in self.global_latents()] for part in Spread._fields]
+        return Spread(*(jnp.concatenate(parts) if parts else jnp.zeros(0) for parts in flat))
+
+    def local_spread(self, data: Any) -> dict[str, Spread]:
+        """The same of Z_L, by block, with Z_G at its median. Only the shapes of the data matter: its numbers are set to 0."""
+        shapes, whole = arrays_of(data)
+        blank = whole(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+        everyone = self.everyone(data)
+        latents = self.local_latents(blank, everyone)
+        _, found = spreads(self.silo, (spreads(self.population, ())[0], plain(blank)), everyone)
+        location, scale = ({one.name: getattr(found[one.name], part) for one in latents} for part in Spread._fields)
+        scales = in_blocks(latents, scale)
+        return {name: Spread(value, scales[name]) for name, value in in_blocks(latents, location).items()}
 
     def prior_draw(self, key: PRNGKeyArray) -> Float[Array, " n_G"]:
         """Z_G drawn from p(Z_G)."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedbayes.algorithm import check_settings, setting
 from fedbayes.errors import UserError
-from fedbayes.models.sites import Values
+from fedbayes.models.sites import Spread, Values
 from fedbayes.models.structured import Structured, encode
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.dependence import inseparable, moving
@@ -58,9 +58,10 @@ class Family:
     draws: int = setting(1, least=1)
     """Monte Carlo samples in a step."""
     start: float = setting(0.1, above=0)
-    """Standard deviations at the start."""
+    """Standard deviations at the start, as a part of the prior's."""
     jitter: float = setting(0.0, least=0)
-    """Means at the start are drawn with this standard deviation, alike in all silos; hidden units of a network need it."""
+    """Means at the start are drawn with this part of the prior's standard deviation, alike in all silos; hidden units of a
+    network need it."""
     encoder: Callable[..., Any] | None = None
     """Amortised inference: a function of the silo's data, and of Z_G where it takes a second argument, that gives mean and
     log-scale for each plate; its params are θ."""
@@ -79,20 +80,21 @@ class Family:
         return cls(**{"full": False, "coupled": False, "dense": False, "moving_scale": False, **options})
 
     def init_shared(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Shared:
-        """N(0, start² I), or around jittered means, and θ as the model has it."""
+        """Around the prior's medians, or jittered, with `start` of its standard deviations; and θ as the model has it."""
         n = structured.size()
         if self.full and n * n > LARGEST:
             raise UserError(f"a full covariance of {n} global latents is too large; use Family.mean_field() or full=False")
         theta = structured.theta(data)
         if self.encoder is not None and data is not None:
             theta = {**theta, **encode(self.encoder, {}, data, jnp.zeros(n))[1]}
-        return Shared(self._jittered(key, gaussian.init_global(n, self.start, full=self.full)), theta)
+        return Shared(self._started(key, gaussian.init_global(n, full=self.full), structured.global_spread()), theta)
 
     def init_local(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Locals:
-        """η_L for the latents that this silo's data asks for; nothing where they are amortised."""
+        """η_L for the latents that this silo's data asks for, around their prior; nothing where they are amortised."""
         if self.encoder is not None:
             return {}
         n, blocks, found = structured.size(), structured.blocks(data), {}
+        spread = structured.local_spread(data) if blocks else {}
         coupled, dense = self.coupled is not False, self.dense is not False
         moves = moving(structured, data) if self.moving_scale is None else blocks if self.moving_scale else ()
         for place, (name, (count, d)) in enumerate(blocks.items()):
@@ -104,11 +106,14 @@ class Family:
                 raise UserError(f"{d} local latents in a block are too many for a covariance; use dense=False")
             options = {"dense": dense, "coupled": coupled, "moving_scale": name in moves and not too_many}
             key = jax.random.fold_in(key, place)
-            found[name] = self._jittered(key, gaussian.init_local(count, d, parents, self.start, **options))
+            found[name] = self._started(key, gaussian.init_local(count, d, parents, **options), spread[name])
         return found
 
-    def _jittered(self, key: PRNGKeyArray, q: Any) -> Any:
-        return q._replace(mean=self.jitter * jax.random.normal(key, q.mean.shape)) if self.jitter else q
+    def _started(self, key: PRNGKeyArray, q: Any, prior: Spread) -> Any:
+        mean = prior.location
+        if self.jitter:
+            mean = mean + self.jitter * prior.scale * jax.random.normal(key, q.mean.shape)
+        return q._replace(mean=mean, log_scale=jnp.log(self.start * prior.scale))
 
     def check_draws(self, structured: Structured, data: Any) -> None:
         """Refuse K draws where the elements of a plate do not stand apart."""

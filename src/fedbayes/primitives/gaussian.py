@@ -42,17 +42,31 @@ class Local(NamedTuple):
     D: Float[Array, "blocks d n"] | None
 
 
-def init_global(n: int, scale: float, *, full: bool) -> Global:
-    """N(0, scale² I)."""
-    return Global(jnp.zeros(n), jnp.full(n, math.log(scale)), jnp.zeros((n, n)) if full else None)
+def init_global(n: int, *, full: bool) -> Global:
+    """N(0, I)."""
+    return Global(jnp.zeros(n), jnp.zeros(n), jnp.zeros((n, n)) if full else None)
 
 
-def init_local(blocks: int, d: int, n: int, scale: float, *, dense: bool, coupled: bool, moving_scale: bool) -> Local:
-    """N(0, scale² I) whatever Z_G is; with `dense`, L may grow, with `coupled`, C, with `moving_scale`, D."""
+def init_local(blocks: int, d: int, n: int, *, dense: bool, coupled: bool, moving_scale: bool) -> Local:
+    """N(0, I) whatever its n parents are; with `dense`, L may grow, with `coupled`, C, with `moving_scale`, D."""
     zeros = jnp.zeros((blocks, d, n)) if coupled or moving_scale else None
     lower = jnp.zeros((blocks, d, d)) if dense and d > 1 else None
-    log_scale = jnp.full((blocks, d), math.log(scale))
-    return Local(jnp.zeros((blocks, d)), log_scale, lower, zeros if coupled else None, zeros if moving_scale else None)
+    nought = jnp.zeros((blocks, d))
+    return Local(nought, nought, lower, zeros if coupled else None, zeros if moving_scale else None)
+
+
+def global_units(q: Global) -> Global:
+    """The unit of each parameter of q(Z_G): a standard deviation for means, 1 for what has no unit."""
+    root = jnp.ones(()) if q.lower is None else jnp.sqrt(1 + jnp.sum(jnp.tril(q.lower, -1) ** 2, axis=1))
+    return jax.tree.map(jnp.ones_like, q)._replace(mean=jnp.exp(q.log_scale) * root)
+
+
+def local_units(q: Local, above: Float[Array, " n"]) -> Local:
+    """The unit of each parameter of q(Z_L | parents), whose standard deviations are `above`."""
+    scale, ones = jnp.exp(q.log_scale), jax.tree.map(jnp.ones_like, q)
+    per_parent = jnp.broadcast_to(1 / above, (*scale.shape, above.size))
+    C, D = None if q.C is None else scale[..., None] * per_parent, None if q.D is None else per_parent
+    return ones._replace(mean=scale, C=C, D=D)
 
 
 def draw_global(q: Global, noise: Float[Array, " n"]) -> Float[Array, " n"]:

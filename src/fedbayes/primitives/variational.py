@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fedbayes import trees
 from fedbayes.models.linked import Linked
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured
@@ -32,7 +33,6 @@ from fedbayes.primitives.family import Indices
 from fedbayes.primitives.family import Locals as Locals
 from fedbayes.primitives.family import Noise as Noise
 from fedbayes.primitives.family import Shared as Shared
-from fedbayes.primitives.optimisers import move
 
 Density = Callable[[Values, Float[Array, " n"]], Float[Array, ""]]
 
@@ -166,7 +166,8 @@ def local_search(
         own, for_shared = own_gradient(log_density, shared, noise_G)
         value, more, for_eta = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
         gradient = (jax.tree.map(lambda a, b: a + scale * b, for_shared, more), jax.tree.map(lambda a: scale * a, for_eta))
-        values, state = ascend(optimiser, (shared, eta), gradient, state)
+        units = (shared_units(silo.family, shared), local_units(silo.family, shared, eta))
+        values, state = ascend(optimiser, (shared, eta), gradient, state, units)
         return (values, state), (own, value)
 
     (values, state), bounds = jax.lax.scan(step, (start, state), jnp.arange(steps))
@@ -197,7 +198,7 @@ def adapt(
         eta, state = carry
         noise_G, noise_L, indices = chance(silo, jax.random.fold_in(key, number))
         _, _, gradient = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
-        return ascend(optimiser, eta, gradient, state), None
+        return ascend(optimiser, eta, gradient, state, local_units(silo.family, shared, eta)), None
 
     return jax.lax.scan(step, (eta, optimiser.init(eta)), jnp.arange(steps))[0][0]
 
@@ -289,9 +290,29 @@ def own_gradient(log_density: Density, shared: Shared, noise_G: Float[Array, "s 
     return jax.value_and_grad(lambda shared: jnp.mean(jax.vmap(lambda noise: term(shared, noise))(noise_G)))(shared)
 
 
-def ascend(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-    """One step up along a gradient."""
-    return move(optimiser, values, jax.tree.map(jnp.negative, gradient), state)
+def shared_units(family: Family, shared: Shared) -> Shared:
+    """The unit that each parameter is stepped in, so that a model's own units do not matter.
+
+    A mean has the standard deviation that q has now, in parts of `start`: at the start that is the prior's. θ has 1.
+    """
+    eta = gaussian.global_units(shared.eta)
+    return Shared(eta._replace(mean=eta.mean / family.start), jax.tree.map(jnp.ones_like, shared.theta))
+
+
+def local_units(family: Family, shared: Shared, eta: Locals) -> Locals:
+    """The same for η_L."""
+    above = gaussian.global_units(shared.eta).mean
+    below = jnp.concatenate([above, jnp.exp(eta[""].log_scale[0])]) if "" in eta else above
+    units = {name: gaussian.local_units(q, below if name else above) for name, q in eta.items()}
+    return {name: one._replace(mean=one.mean / family.start) for name, one in units.items()}
+
+
+def ascend(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any, units: Any) -> tuple[Any, Any]:
+    """One step up along a gradient, in coordinates of which each is counted in its unit."""
+    down = jax.tree.map(lambda slope, unit: -slope * unit, gradient, units)
+    with trees.other_peoples_code():
+        updates, state = optimiser.update(down, state, values)
+    return jax.tree.map(lambda value, update, unit: value + update * unit, values, updates, units), state
 
 
 def adam(lr: float, decay: float, steps: int | None) -> optax.GradientTransformation:

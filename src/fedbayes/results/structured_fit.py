@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = 10.0  # seconds between checkpoints
 WINDOWS = 200  # points of a run's curve of bounds
+EQUAL = 1e-3  # a range of log weights below which they are equal: a tail fitted to what is left of rounding says nothing
 LARGEST = 200  # global latents up to which k̂ is part of the result
 
 
@@ -190,6 +191,8 @@ class SiloFit:
         ratios = np.asarray(self.log_density(z, inner, seed)) - np.asarray(log_q)
         if not np.isfinite(ratios).all():
             return z, np.eye(1, draws)[0], math.inf
+        if np.ptp(ratios) < EQUAL:
+            return z, np.full(draws, 1 / draws), 0.0
         smoothed, khat = quietly("arviz").psislw(ratios.astype(float))
         weights = np.exp(np.asarray(smoothed))
         return z, weights / weights.sum(), float(khat)
