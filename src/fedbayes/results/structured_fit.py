@@ -305,7 +305,7 @@ def _figures(fit: SiloFit) -> dict[str, Any]:
     found = fit.diagnose() if small else {"khat": math.inf, "ess": math.nan}
     bound = float(np.mean([entry["bound"] for entry in fit.history[-max(1, len(fit.history) // 20) :]]))
     known = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    return {"posterior": posterior, "theta": theta, "bound": bound, **known, **({"unchecked": why} if why else {})}
+    return {"posterior": posterior, "theta": theta, "bound": bound, **known, "unchecked": why}
 
 
 def _start_from(simulation: SiloSimulation, start: SiloFit) -> None:
