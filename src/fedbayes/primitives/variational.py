@@ -14,7 +14,6 @@ zero for every draw where q is the posterior.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -101,8 +100,12 @@ def silo_gradient(
         at_z_G, at_theta, at_z_S, at_z_B = to_inputs({name: part * scales[name] for name, part in alpha.items()})
         *for_blocks, _, _ = to_blocks({name: value * alpha[name][..., None] for name, value in at_z_B.items()})
         *_, through, below = to_blocks(at_z_B)
-        *_, below_twice = to_blocks(jax.tree.map(lambda leaf: leaf * W.reshape(-1, *(1,) * (leaf.ndim - 1)), at_z_B))
-        twice = jax.tree.map(lambda own, more: own * W[:, None, None] + more, at_z_S, below_twice)
+        if outer > 1:
+            lifted = W.reshape(-1, 1, 1)
+            *_, below_twice = to_blocks({name: value * lifted[..., None] for name, value in at_z_B.items()})
+            twice = jax.tree.map(lambda own, more: own * lifted + more, at_z_S, below_twice)
+        else:
+            twice = jax.tree.map(jnp.add, at_z_S, below)
         *for_silo, _ = to_silo(twice)
         through = through + to_silo(jax.tree.map(jnp.add, at_z_S, below))[3]
         (at_eta,) = to_eta_G(at_z_G + through)
