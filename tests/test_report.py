@@ -405,7 +405,7 @@ def test_the_page_of_a_structured_fit(silos, tmp_path):
     assert '<th scope="row">mean[0]</th>' + "".join(f'<td class="number">{cell}</td>' for cell in cells) in text
     low, high = re.search(r">mean\[0\]</th>.*?([\d.]+)</td><td class=\"number\">([\d.]+)</td></tr>", text).groups()
     assert float(high) - float(low) == pytest.approx(2 * 1.645 * 0.5, rel=0.1), "a normal's densest nine tenths"
-    assert "q is close to the posterior" in text
+    assert "effective share 90 %" in text
     assert "&lt;b&gt;first" in text
     parser = Parser(text)
     assert not parser.open

@@ -55,13 +55,15 @@ def test_over_silos(name, way, request):
     counts, options = WAYS[way]
     y = np.random.default_rng(7).normal(1.0, 1.0, sum(counts)).astype(np.float32)
     data = {f"s{i}": {"y": part} for i, part in enumerate(np.split(y, np.cumsum(counts)[:-1]))}
-    fit = fb.simulate(TABLE[name](population, silo), data, rounds=3, seed=5, **options)
+    fit = fb.simulate(TABLE[name](population, silo), data, rounds=3, seed=5, correct=False, **options)
     own = {place: fit.simulation.own(place) for place in data}
-    posterior = {figure: fit.result[figure] for figure in ("posterior", "khat", "ess")}
     check(
         name + way,
         {"server": fit.simulation.state, "own": own},
-        {"history": [{key: entry[key] for key in ("round", "bound")} for entry in fit.history], **posterior},
+        {
+            "history": [{key: entry[key] for key in ("round", "bound")} for entry in fit.history],
+            "posterior": fit.result["posterior"],
+        },
         request,
     )
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedbayes import wire
-from fedbayes.algorithm import StructuredAlgorithm
+from fedbayes.algorithm import AnyAlgorithm
 from fedbayes.algorithms.evidence import Told
+from fedbayes.deploy.experiment import Experiment
 from fedbayes.engine import keys, reduce, silo_programs
 from fedbayes.engine import round as steps
 from fedbayes.errors import UserError
@@ -22,21 +23,37 @@ from fedbayes.results.mixtures import Points
 from fedbayes.results.structured_fit import global_numbers, summarised
 from fedbayes.results.verdict import LARGEST, Case, assess
 
-if TYPE_CHECKING:
-    from fedbayes.deploy.coordinator import Coordinator, Post
-
 log = logging.getLogger("fedbayes")
 DRAWS = 4000  # of what silos share, for the result
+
+
+class Asking(Protocol):
+    """What a verdict needs of a coordinator."""
+
+    experiment: Experiment
+    state: Any
+    round: int
+    history: list[dict[str, Any]]
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """The last round of each site that was counted."""
+
+    def request(self, algorithm: AnyAlgorithm, state: Any, kind: str, round: int, key: Any, sites: list[int]) -> Any:
+        """An algorithm's broadcast for some sites."""
 
 
 class Unanswered(UserError):
     """Sites without whose evidence there is no verdict."""
 
 
-def judged(coordinator: Coordinator, post: Post) -> dict[str, Any]:
+def judged(coordinator: Asking, post: Any) -> dict[str, Any]:
     """The verdict, and the posterior of what silos share, corrected where the verdict asks for it."""
-    algorithm, experiment = coordinator.algorithm, coordinator.experiment
-    assert isinstance(algorithm, StructuredAlgorithm)
+    algorithm, experiment = coordinator.experiment.structured, coordinator.experiment
     shared, structured = algorithm.shared(coordinator.state), algorithm.structured
     dtype = shared.eta.mean.dtype
 
@@ -71,7 +88,7 @@ def judged(coordinator: Coordinator, post: Post) -> dict[str, Any]:
     return {"estimates": summarised(sites), **of_q, "verdict": found.verdict}
 
 
-def _ask(coordinator: Coordinator, post: Post, z: Points, round: int) -> Told:
+def _ask(coordinator: Asking, post: Any, z: Points, round: int) -> Told:
     """One evidence round. Every site that was counted has to answer: a sum without one is another model's."""
     experiment, algorithm = coordinator.experiment, coordinator.experiment.evidence
     everyone = [number for number, last in coordinator.counted.items() if last]

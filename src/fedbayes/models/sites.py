@@ -148,60 +148,6 @@ def _spread(site: Any) -> Spread:
     return Spread(jnp.where(fine, middle, 0.0), jnp.where(fine, (high - low) / 2, 1.0))
 
 
-QUANTILES = (0.5, 0.1587, 0.8413)
-"""The median, and a standard deviation of a Gaussian below and above it."""
-DRAWS = 255
-"""Draws for the quantiles of a distribution that has no inverse of its distribution function."""
-
-
-class Spread(NamedTuple):
-    """Where a latent's prior lies on the real line, given the latents before it, and how wide it is."""
-
-    location: Array
-    scale: Array
-
-
-def spreads(
-    function: Callable[..., Any], arguments: tuple[Any, ...], known: Values | None = None
-) -> tuple[Any, dict[str, Spread]]:
-    """What `function` returns with every latent at the median of its prior, and each latent's spread there.
-
-    What is not finite is taken to be a standard normal.
-    """
-    found: dict[str, Spread] = {}
-
-    def value(site: Any) -> Any:
-        name = site["name"]
-        if known and name in known:
-            return known[name]
-        if site["type"] != "sample" or observed(site):
-            return None
-        found[name] = _spread(site)
-        return biject_to(site["fn"].support)(found[name].location)
-
-    with other_peoples_code(), handlers.block(), handlers.seed(rng_seed=0), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "subsample_size does not match")
-        with handlers.substitute(substitute_fn=value):
-            return function(*arguments), found
-
-
-def _spread(site: Any) -> Spread:
-    fn, base = site["fn"], site["fn"]
-    transform = biject_to(fn.support)
-    while isinstance(base, Independent | ExpandedDistribution):
-        base = base.base_dist
-    try:
-        if base.event_dim:
-            raise NotImplementedError
-        values = [jnp.broadcast_to(base.icdf(jnp.asarray(part)), fn.shape()) for part in QUANTILES]
-        middle, low, high = (transform.inv(value) for value in values)
-    except (NotImplementedError, ImportError):  # NumPyro asks for another package where JAX has no such inverse
-        draws = jax.vmap(transform.inv)(fn.sample(jax.random.key(0), (DRAWS,)))
-        middle, low, high = jnp.quantile(draws, jnp.asarray(QUANTILES), axis=0)
-    fine = jnp.isfinite(middle) & jnp.isfinite(high - low) & (high > low)
-    return Spread(jnp.where(fine, middle, 0.0), jnp.where(fine, (high - low) / 2, 1.0))
-
-
 def unknown(sites: Any) -> Values:
     """The values of latents and of what is deterministic."""
     kinds = ("sample", "deterministic")

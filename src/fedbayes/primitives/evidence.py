@@ -258,7 +258,9 @@ def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]
 
     shapes = jax.eval_shape(lambda z: step(0, (z, None))[1], q.mean)
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.fori_loop(0, NEWTON + 1, step, (q.mean, empty))[1]
+    # Not from 0 itself, where q may start and some log densities have a kink.
+    start = {name: mean + 0.01 / jnp.sqrt(fallback[name]) for name, mean in q.mean.items()}
+    return jax.lax.fori_loop(0, NEWTON + 1, step, (start, empty))[1]
 
 
 def _reduced(factored: Any, within: Any, cross: Any, roots: Any) -> tuple[Any, dict[str, Any]]:

@@ -14,6 +14,7 @@ zero for every draw where q is the posterior.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

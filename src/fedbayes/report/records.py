@@ -175,7 +175,8 @@ def _has_posterior(result: dict[str, Any]) -> bool:
         and all(isinstance(one, dict) and all(_is_number(one.get(key)) for key in SUMMARY) for one in sites.values())
         and isinstance(result.get("theta"), dict)
         and all(map(_is_number, result["theta"].values()))
-        and _is_number(result.get("bound"))
+        and (result.get("bound") is None or _is_number(result["bound"]))
+        and isinstance(result.get("verdict", {}), dict)
         and all(result.get(name) is None or _is_number(result[name]) for name in ("khat", "ess"))
     )
 

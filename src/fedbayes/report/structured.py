@@ -14,7 +14,7 @@ from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
 from fedbayes.report.format import count
 from fedbayes.report.records import Record
 from fedbayes.results.pictures import MOST, marginals
-from fedbayes.results.structured_text import verdict
+from fedbayes.results.structured_text import is_warning, verdict
 from fedbayes.trees import quietly
 
 SILOS = 200  # silos that are listed
@@ -33,7 +33,7 @@ def posterior(record: Record) -> Section:
         rows.append([name, *(f"{figures[key]:.3f}" for key in ("mean", "sd", "5%", "95%")), low, high])
     rows += [[name, f"{value:.3f}", *["—"] * 5] for name, value in theta.items()]
     head = ("", "mean", "sd", "5 %", "95 %", "HDI 90 %: from", "to")
-    blocks: list[Any] = [Prose(f"{verdict(record.result).capitalize()}.")]
+    blocks: list[Any] = [Prose(f"{_sentence(verdict(record.result))}.", warning=is_warning(record.result))]
     if rows:
         note = "; a line without a deviation is a parameter, which has no posterior" if theta else ""
         blocks.append(Table(head, rows, f"What all silos share; HDI: highest density interval, by ArviZ{note}"))
@@ -44,6 +44,10 @@ def posterior(record: Record) -> Section:
     else:
         blocks.append(Pictures(_marginals({"posterior": draws_of(inference)})))
     return Section("Posterior", blocks)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _marginals(methods: Mapping[str, Mapping[str, np.ndarray]]) -> list[Any]:
@@ -120,7 +124,7 @@ def side_by_side(records: Sequence[Record], labels: Sequence[str]) -> list[Secti
     if rows:
         blocks.append(Table(("", *results), rows, "Posterior mean ± standard deviation"))
     says = [[label, verdict(result)] for label, result in results.items()]
-    blocks.append(Table(("run", "how far it can be relied on"), says, "Each run's bound and importance weights", 2))
+    blocks.append(Table(("run", "how far it can be relied on"), says, "Each run's verdict and bound", 2))
     read = {label: _inference_data(record)[0] for record, label in zip(records, labels, strict=True) if label in results}
     draws = {label: draws_of(found) for label, found in read.items() if found is not None}
     if draws:

@@ -42,7 +42,7 @@ LEAST = 100
 """Effective draws below which weighted draws are not believed."""
 TRUSTED = 0.7
 """k̂ up to which weights are believed."""
-COMPONENTS = 4
+COMPONENTS, TAILS = 4, 4
 
 Ask = Callable[[Points, int], Told]
 """What silos tell about points in the evidence round of this number, from 1 on."""
@@ -224,14 +224,16 @@ class Sampler:
         wanted = min(max(100, 20 * n), 0.25 * len(self.z))
         weights = _flatter(now.weights, wanted)
         far = now.ess < LEAST  # q is far from the posterior, or much narrower
-        wide = _flatter(now.weights, max(wanted, (n + 1) * (n + 2))) if far else weights
+        flat = _flatter(now.weights, max(wanted, (n + 1) * (n + 2))) if far else weights
 
         def of(points: Points, log_p: Float[np.ndarray, " s"]) -> Mixture:
             found = mixtures.fitted(points, weights, COMPONENTS)
-            if far and (top := mixtures.surrogate(points, log_p, wide)) is not None:
+            if far and (top := mixtures.surrogate(points, log_p, flat)) is not None:
                 found = [top._replace(share=0.6), *mixtures.scaled(found, 0.4)]
             whole = mixtures.fitted(points, weights, 1)[0]
-            return [*mixtures.scaled(found, 0.85), whole._replace(share=0.15, root=1.5 * whole.root, degrees=3.0)]
+            wide = whole._replace(share=1.0, root=1.5 * whole.root, degrees=3.0)
+            rest = [*mixtures.scaled(mixtures.tails(points, weights, TAILS), 0.2), wide._replace(share=0.1)]
+            return [*mixtures.scaled(found, 1 - sum(one.share for one in rest)), *rest]
 
         plain = of(self.z, self.log_p)
         if self.frame is None:

@@ -13,6 +13,8 @@ DEGREES = 5.0
 """Degrees of freedom of fitted components."""
 REACH = 6.0
 """Deviations of the points, by the root of the dimension, beyond which a surrogate's top is not believed."""
+TAIL = 0.15
+"""The share of points that are a skewed coordinate's tail."""
 STEPS = 30
 """Of expectation maximisation."""
 
@@ -107,6 +109,36 @@ def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
         square = np.stack([np.sum(np.linalg.solve(one.root, (z - one.mean).T) ** 2, axis=0) for one in components], axis=1)
         u = (DEGREES + n) / (DEGREES + square)
     return components
+
+
+def tails(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
+    """Components for the long tails of the most skewed coordinates, farther out and longer than the points there.
+
+    A scale that may be 0 has such a tail in its logarithm, and while it is 0 the others are as they please.
+    """
+    mean = weights @ z
+    whole = _covariance(z, weights, mean)
+    sd = np.sqrt(np.diagonal(whole))
+    skew = weights @ ((z - mean) / sd) ** 3
+    found: Mixture = []
+    for column in np.argsort(-np.abs(skew))[:most]:
+        sign = math.copysign(1.0, skew[column])
+        if abs(skew[column]) < 0.5:
+            break
+        order = np.argsort(-sign * z[:, column])
+        kept = order[np.cumsum(weights[order]) < TAIL]
+        share = weights[kept] / weights[kept].sum() if weights[kept].sum() > 0 else weights[kept]
+        if len(kept) < 5 or 1 / np.sum(share**2) < 5:
+            continue
+        centre = share @ z[kept]
+        pull = len(sd) / (len(sd) + 1 / np.sum(share**2))
+        own = (1 - pull) * _covariance(z[kept], share, centre) + pull * whole
+        spread = math.sqrt(own[column, column])
+        stretch = np.ones(len(sd))
+        stretch[column] = 2.0
+        centre[column] += sign * spread
+        found.append(Component(1.0, centre, np.linalg.cholesky(own * np.outer(stretch, stretch)), DEGREES))
+    return scaled(found, 1 / max(len(found), 1))
 
 
 def surrogate(z: Points, log_p: Float[np.ndarray, " s"], weights: Float[np.ndarray, " s"]) -> Component | None:

@@ -167,15 +167,17 @@ class SiloFit:
         """
         algorithm = Evidence(self.algorithm, len(z), inner)
         state, key = algorithm.asking(self.shared, z), keys.of_round(seed, self.simulation.round + 1)
-        down, partial, self._own = steps.broadcast(algorithm, key, state), None, {}
+        down, partial, own = steps.broadcast(algorithm, key, state), None, {}
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
             if name in self.adapted:
                 continue
             given = (keys.fold(key, np.uint32(place)), down, self.simulation.own(name), arrays)
             up, _, _ = steps.client(algorithm, form, *given)
             partial = steps.accumulate(reduce.empty(up) if partial is None else partial, up)
-            self._own[name] = {field: int(getattr(up, field)) for field in ("latents", "moved", "scaled")}
+            own[name] = {field: int(getattr(up, field)) for field in ("latents", "moved", "scaled")}
         assert partial is not None
+        if round == 1:  # the points of which are those of q
+            self._own = own
         return jax.device_get(steps.close(algorithm, key, state, down, partial, {}).state.told)
 
     def assess(self, correct: Correct = "auto") -> Assessed:
