@@ -65,6 +65,8 @@ class Model:
     """Sites that NUTS samples on their standard scale."""
     exact: dict[str, tuple[float, float]] | None = None
     """Mean and standard deviation of each global latent, where there is a closed form."""
+    heavy: tuple[str, ...] = ()
+    """Global latents without a mean or a variance on their own scale, which are compared on the log scale only."""
     note: str = ""
     target_accept: float = 0.95
     """Of NUTS on the pooled rows."""
@@ -74,18 +76,18 @@ class Model:
         """The model as fedbayes has it."""
         return Structured(self.population, self.silo)
 
+    def standardising(self, site: Any) -> Reparam | None:
+        """How NUTS samples a site, for `handlers.reparam`."""
+        if site["name"] not in self.standardised:
+            return None
+        fn = site["fn"]
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        return Whitened() if isinstance(fn, dist.MultivariateNormal) else LocScaleReparam(0)
+
     def judge(self, data: Any) -> None:
         """`pooled` in the parametrisation in which NUTS samples it; the global latents are sites of the same names."""
-
-        def how(site: Any) -> Any:
-            if site["name"] not in self.standardised:
-                return None
-            fn = site["fn"]
-            while hasattr(fn, "base_dist"):
-                fn = fn.base_dist
-            return Whitened() if isinstance(fn, dist.MultivariateNormal) else LocScaleReparam(0)
-
-        with handlers.reparam(config=how):
+        with handlers.reparam(config=self.standardising):
             self.pooled(data)
 
     @property
@@ -574,9 +576,9 @@ def horseshoe() -> Model:
     def pooled(data: Data) -> None:
         silo(population(), data)
 
-    note = "lambda has a Cauchy tail, so that on its own scale it has no mean"
+    heavy = ("lambda", "slab", "tau")
     title = "regression, horseshoe prior"
-    return Model("horseshoe", title, population, silo, silos, pooled, joined(silos), ("beta",), note=note, target_accept=0.99)
+    return Model("horseshoe", title, population, silo, silos, pooled, joined(silos), ("beta",), heavy=heavy, target_accept=0.99)
 
 
 # 13. Varying intercepts
