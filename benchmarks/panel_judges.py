@@ -28,7 +28,7 @@ from panel_models import MODELS, Model, load
 from fedbayes.models.structured import numbers
 
 FOLDER = Path(__file__).parent.parent / "runs" / "panel"
-CHAINS, WARMUP, BLOCK, MOST = 4, 1000, 2000, 60_000
+CHAINS, WARMUP, BLOCK, MOST = 4, 1000, 3000, 60_000
 ERROR = 0.02
 """Largest Monte Carlo error of a judge's mean and standard deviation, in standard deviations."""
 COMPILING = ("/jax/core/compile/",)
@@ -114,11 +114,11 @@ def errors(chains: dict[str, np.ndarray]) -> tuple[float, float, float, float]:
             worst_sd = max(worst_sd, float(az.mcse(one, method="sd")) / sd)
             least = min(least, float(az.ess(one, method="bulk")))
             r_hat = max(r_hat, float(split_gelman_rubin(one)))
-    return worst_mean, worst_sd, float(least), r_hat
+    return float(worst_mean), float(worst_sd), float(least), r_hat
 
 
 def sample(model: Model, chains: int, warmup: int, block: int, error: float | None, seed: int = 0) -> Judge:
-    """NUTS on the pooled rows, one chain after the other; with `error`, in blocks until the Monte Carlo error is below it."""
+    """NUTS on the pooled rows, one chain after the other; with `error`, continued until the Monte Carlo error is below it."""
     names = [one.name for one in model.structured.global_latents()]
     kernel = NUTS(
         lambda: model.judge(model.together),
@@ -153,6 +153,9 @@ def sample(model: Model, chains: int, warmup: int, block: int, error: float | No
         )
         if error is None or (max(of_mean, of_sd) < error and r_hat < 1.01) or length >= MOST:
             break
+        # As many as should be enough, in one go: every block is compiled anew.
+        needed = 1.2 * length * max(1.5, (max(of_mean, of_sd) / error) ** 2)
+        sampler.num_samples = int(min(max(needed - length, block), 5 * block))
     facts = {
         "model": model.name,
         "rows": rows_of(model),

@@ -129,15 +129,17 @@ def meta_analysis(model: Model, seed: int, draws: int = 4000) -> tuple[Draws, in
     silos = Silos(model, 1.0, seed)
     latents = model.structured.global_latents()
     widths = np.cumsum([0, *(latent.width for latent in latents)])
-    places = {latent.name: slice(start, end) for latent, start, end in zip(latents, widths, widths[1:], strict=True)}
+    places = {latent.name: slice(start, end) for latent, start, end in zip(latents, widths[:-1], widths[1:], strict=True)}
     estimates, errors = np.zeros((2, len(model.silos), int(widths[-1])))
+    reported = np.zeros(int(widths[-1]), bool)
     for silo, data, estimate, error in zip(silos.draws(), model.silos.values(), estimates, errors, strict=True):
         estimate[:], error[:] = silo["Z_G"].mean(axis=0), silo["Z_G"].std(axis=0)
         for name, report in study.reports(silo, data).items():
             direct = isinstance(report, tuple)
             estimate[places[name]] = report[0] if direct else report.mean(axis=0)
             error[places[name]] = report[1] if direct else report.std(axis=0)
-    known = (errors < UNKNOWN * silos.prior.std(axis=0)) & np.isfinite(errors) & (errors > 0)
+            reported[places[name]] = True
+    known = (errors < UNKNOWN * silos.prior.std(axis=0)) | reported
     random = np.random.default_rng(seed)
     z, tau = np.full((2, draws, int(widths[-1])), np.nan)
     for place in range(int(widths[-1])):
