@@ -22,9 +22,9 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from fedbayes.results.structured_fit import fit_silos
 
 SEEDS = (0, 1, 2)
 DRAWS = 20_000
+MISSING = "not there"
 Draws = dict[str, Any]
 
 
@@ -57,64 +58,76 @@ class Found(NamedTuple):
     facts: dict[str, Any]
 
 
+Method = Callable[[Model, int], Iterator[Found]]
+"""A method gives its result, and a second one if it can correct the first (`CORRECTED`)."""
+CORRECTED = " corrected"
+
+
 class Missing(Exception):
     """A method that this version of fedbayes does not have."""
 
 
-def federated(name: str, **options: Any) -> Callable[[Model, int], Found]:
-    """A method of fedbayes at its defaults."""
+def federated(name: str) -> Method:
+    """A method of fedbayes at its defaults: without the correction of its posterior, then with it."""
 
-    def run(model: Model, seed: int) -> Found:
+    def run(model: Model, seed: int) -> Iterator[Found]:
         kind = getattr(fb, name, None)
         if kind is None:
             raise Missing(f"fedbayes has no {name}")
-        known = inspect.signature(fit_silos).parameters
-        if unknown := options.keys() - known.keys():
-            raise Missing(f"fedbayes.simulate has no {', '.join(unknown)}")
+        corrects = "correct" in inspect.signature(fit_silos).parameters
+        options = {"correct": False} if corrects else {}
         fit = fb.simulate(kind(model.population, model.silo), model.silos, seed=seed, **options)
         simulation = fit.simulation
+        rounds = int(simulation.round)
         leaves = [wire.manifest(simulation.algorithm, data) for data in model.silos.values()]
-        sent = max(sum(leaf.bytes for leaf in one if leaf.message == "up") for one in leaves)
-        kept = {key: fit.result[key] for key in ("khat", "ess", "bound") if key in fit.result}
-        facts = {"result": kept | {"verdict": fit.result.get("verdict")}, "draws_from": "posterior"}
-        return Found(drawn(fit, seed), int(simulation.round), sent * int(simulation.round), *verdict(fit.result), facts=facts)
+        sent = rounds * max(sum(leaf.bytes for leaf in one if leaf.message == "up") for one in leaves)
+        yield found(fit, rounds, sent, seed)
+        if corrects:
+            cast(Any, fit).correct("auto")
+            yield found(fit, rounds, sent, seed)
 
     return run
 
 
-def drawn(fit: Any, seed: int) -> Draws:
-    """Draws of what a fit gives as its posterior of the global latents."""
-    return {name: np.asarray(value) for name, value in fit.draws(DRAWS, seed=seed).items()}
+def found(fit: Any, rounds: int, sent: int, seed: int) -> Found:
+    """What a fit says now; evidence rounds, which the verdict needs, are counted."""
+    told = fit.result.get("verdict")
+    asked = (told or {}).get("checks", {}).get("reference", {})
+    rounds, sent = rounds + asked.get("rounds", 0), sent + asked.get("bytes", 0)
+    facts = {key: fit.result.get(key) for key in ("khat", "ess", "bound", "verdict")}
+    draws = {name: np.asarray(value) for name, value in fit.draws(DRAWS, seed=seed).items()}
+    return Found(draws, rounds, sent, *verdict(fit.result), facts=facts)
 
 
 def verdict(result: dict[str, Any]) -> tuple[str, bool | None]:
     """What a fit says of itself, and whether this is a warning; None where nothing was checked."""
-    text = structured_text.verdict(result)
-    if (khat := result.get("khat")) is None:
+    told, text = result.get("verdict"), structured_text.verdict(result)
+    if told is not None:
+        return text, None if told["verdict"] == "not checked" else told["verdict"] != "good"
+    if (khat := result.get("khat")) is None:  # a version that has no verdict
         return text, None
     return text, not (result["ess"] > 0.8 and khat <= 0.7)
 
 
-def in_double_precision(method: Callable[[Model, int], tuple[Draws, int]]) -> Callable[[Model, int], Found]:
+def in_double_precision(method: Callable[[Model, int], tuple[Draws, int]]) -> Method:
     """A method of one message from each silo, in double precision."""
 
-    def run(model: Model, seed: int) -> Found:
+    def run(model: Model, seed: int) -> Iterator[Found]:
         jax.config.update("jax_enable_x64", True)
         draws, sent = method(model, seed)
-        return Found(draws, 1, sent, "none", None, {})
+        yield Found(draws, 1, sent, "none", None, {})
 
     return run
 
 
-def pooled_nuts(model: Model, seed: int) -> Found:
+def pooled_nuts(model: Model, seed: int) -> Iterator[Found]:
     """NUTS on the pooled rows as it is commonly run, in JAX's default precision."""
     found = sample(model, 4, 1000, 1000, None, seed + 1)
-    return Found(found.draws, 0, 0, f"r-hat {found.facts['r_hat']:.3f}", found.facts["r_hat"] > 1.01, found.facts)
+    yield Found(found.draws, 0, 0, f"r-hat {found.facts['r_hat']:.3f}", found.facts["r_hat"] > 1.01, found.facts)
 
 
-METHODS: dict[str, Callable[[Model, int], Found]] = {
-    "ep": federated("EP", correct=False),
-    "ep corrected": federated("EP"),
+METHODS: dict[str, Method] = {
+    "ep": federated("EP"),
     "pvi": federated("PVI"),
     "sfvi": federated("SFVI"),
     "sfvi-avg": federated("SFVIAvg"),
@@ -122,6 +135,8 @@ METHODS: dict[str, Callable[[Model, int], Found]] = {
     "meta-analysis": in_double_precision(panel_peers.meta_analysis),
     "pooled nuts": pooled_nuts,
 }
+PEERS = ("consensus", "meta-analysis", "pooled nuts")
+"""Methods that no version of fedbayes changes: their figures have the label "peer"."""
 
 
 def compare(model: Model, found: Draws, judged: Judge) -> dict[str, Any]:
@@ -167,39 +182,47 @@ def worst(figures: dict[str, list[float | None]]) -> dict[str, Any]:
     }
 
 
-def cell(name: str, method: str, seed: int) -> dict[str, Any]:
-    """Run a method on a model once."""
+def cell(name: str, method: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Run a method on a model once: a row for its result, and one for the corrected result if there is one."""
     model = load(name)
     judged = judge(model)
-    with Stopwatch() as watch:
-        try:
-            found = METHODS[method](model, seed)
-        except Missing as problem:
-            return {"missing": str(problem)}
-    return {
-        **compare(model, found.draws, judged),
-        "verdict": found.verdict,
-        "warned": found.warned,
-        "rounds": found.rounds,
-        "bytes": found.bytes,
-        "seconds": watch.seconds,
-        "compiling": min(watch.compiling, watch.seconds),
-        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "facts": found.facts,
-        "nuts": {key: judged.facts[key] for key in ("seconds", "compiling", "ess", "draws")},
-    }
+    runs, seconds, compiling = METHODS[method](model, seed), 0.0, 0.0
+    for suffix in ("", CORRECTED):
+        with Stopwatch() as watch:
+            found = next(runs, None)
+        if found is None:
+            return
+        seconds, compiling = seconds + watch.seconds, compiling + watch.compiling
+        yield {
+            "model": name,
+            "method": method + suffix,
+            "seed": seed,
+            **compare(model, found.draws, judged),
+            "verdict": found.verdict,
+            "warned": found.warned,
+            "rounds": found.rounds,
+            "bytes": found.bytes,
+            "seconds": seconds,
+            "compiling": min(compiling, seconds),
+            "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "facts": found.facts,
+            "nuts": {key: judged.facts[key] for key in ("seconds", "compiling", "ess", "draws")},
+        }
 
 
-def in_process(name: str, method: str, seed: int, limit: float) -> dict[str, Any]:
-    """A cell in a process of its own: its figures, or why there are none."""
+def in_process(name: str, method: str, seed: int, limit: float) -> list[dict[str, Any]]:
+    """The rows of a cell, in a process of its own; or why there are none."""
     command = [sys.executable, __file__, "--cell", name, method, str(seed)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"more than {limit:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:500]}
-    return json.loads(done.stdout.splitlines()[-1])
+        said, problem = done.stdout, (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
+        failed = done.returncode != 0
+    except subprocess.TimeoutExpired as late:
+        said, problem, failed = (late.stdout or b"").decode(), f"more than {limit:.0f} s", True
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    if failed and problem.startswith(f"{MISSING}: "):
+        raise Missing(problem.removeprefix(f"{MISSING}: "))
+    return [*rows, {"model": name, "method": method, "seed": seed, "error": problem}] if failed else rows
 
 
 def results(file: Path) -> dict[tuple[str, str, str, int], dict[str, Any]]:
@@ -224,7 +247,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.cell:
         name, method, seed = options.cell
-        print(json.dumps(cell(name, method, int(seed))))
+        try:
+            for row in cell(name, method, int(seed)):
+                print(json.dumps(row, default=float), flush=True)
+        except Missing as problem:
+            raise SystemExit(f"{MISSING}: {problem}") from None
         return 0
     if options.report:
         import panel_report
@@ -233,24 +260,26 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
         for method in options.methods:
+            label = "peer" if method in PEERS else options.label
             for name in options.models:
-                known = results(options.out).get((options.label, name, method, seed))
+                known = results(options.out).get((label, name, method, seed))
                 if known and "error" not in known and not options.again:
                     continue
-                figures = in_process(name, method, seed, options.limit)
-                if "missing" in figures:
-                    print(f"{method}: skipped, {figures['missing']}", flush=True)
+                try:
+                    rows = in_process(name, method, seed, options.limit)
+                except Missing as problem:
+                    print(f"{method}: skipped, {problem}", flush=True)
                     break
-                row = {"label": options.label, "model": name, "method": method, "seed": seed, **figures}
                 with options.out.open("a") as file:
-                    file.write(json.dumps(row) + os.linesep)
-                print(line(row), flush=True)
+                    file.writelines(json.dumps({"label": label, **row}) + os.linesep for row in rows)
+                for row in rows:
+                    print(line(row), flush=True)
     return 0
 
 
 def line(row: dict[str, Any]) -> str:
     """A cell in one line."""
-    start = f"{row['model']:18}{row['method']:14}seed {row['seed']}  "
+    start = f"{row['model']:18}{row['method']:16}seed {row['seed']}  "
     if "error" in row:
         return start + row["error"]
     mean, sd = (f"{row[key]:.2f}" if row[key] is not None else "none" for key in ("mean real", "sd real"))
