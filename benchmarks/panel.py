@@ -214,7 +214,9 @@ def in_process(name: str, method: str, seed: int, limit: float) -> list[dict[str
     """The rows of a cell, in a process of its own; or why there are none."""
     command = [sys.executable, __file__, "--cell", name, method, str(seed)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        # Seeds share compiled programs, so that only the first of them shows how long compiling takes.
+        environment = {"JAX_COMPILATION_CACHE_DIR": str(FOLDER / "compiled"), **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, env=environment)
         said, problem = done.stdout, (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
         failed = done.returncode != 0
     except subprocess.TimeoutExpired as late:
