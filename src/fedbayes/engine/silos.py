@@ -24,7 +24,9 @@ from fedbayes.engine.local_state import States
 from fedbayes.engine.round import Diverged, Round
 from fedbayes.engine.silo_data import grouped, naming_silo, read, stacked
 from fedbayes.errors import UserError
-from fedbayes.trees import Form, finite, put_together
+from fedbayes.models.linked import plain
+from fedbayes.primitives.padding import cut
+from fedbayes.trees import Form, finite, put_together, take_apart
 
 STRETCH = 1000  # most rounds in one compiled call
 ADVICE = "try a smaller lr or a smaller start"
@@ -58,6 +60,8 @@ class SiloSimulation:
         if in_turn and cohort is not None:
             raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
         self.parts = read(silos, algorithm)
+        self.own_parts = [take_apart(plain(content)) for content in silos.values()]
+        """The silos' data as they are; `parts` may be padded."""
         self.groups = grouped(self.parts)
         self.everyone = self.cohort == len(silos) and not in_turn
         self.compiled = not loop and (self.everyone or len(self.groups) == 1)
@@ -73,7 +77,8 @@ class SiloSimulation:
 
     def data(self, name: str) -> Any:
         """A silo's data, as arrays."""
-        return put_together(*self.parts[self.index(name)])
+        place = self.index(name)
+        return cut(self.algorithm.structured, put_together(*self.own_parts[place]), put_together(*self.parts[place]))
 
     def index(self, name: str) -> int:
         """A silo's place."""

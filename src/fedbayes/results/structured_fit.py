@@ -212,7 +212,8 @@ class SiloFit:
         method samples, draws come by chain, so that r-hat and effective sizes mean something, with `sample_stats.diverging`.
         """
         simulation, place = self.simulation, self.simulation.index(silo)
-        data, (form, arrays) = simulation.data(silo), simulation.parts[place]
+        data = simulation.data(silo)
+        form, arrays = trees.take_apart(data)
         key = keys.fold(jax.random.key(seed), np.uint32(place))
         given = (key, simulation.down(), simulation.own(silo), arrays)
         values, diverging = silo_programs.local_posterior(self.algorithm, form, draws, *given)
@@ -434,7 +435,8 @@ def _describe_silos(simulation: SiloSimulation) -> dict[str, Any]:
     def log_joint(form: trees.Form, z: Any, z_L: Any, arrays: Any) -> Any:
         return structured.log_population({}, z), structured.log_silo({}, z, z_L, trees.put_together(form, arrays))
 
-    for name, (form, arrays) in zip(simulation.names, simulation.parts, strict=True):
+    for name in simulation.names:
+        form, arrays = trees.take_apart(simulation.data(name))
         rows[name] = from_shapes(structured.rows, form, arrays)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
