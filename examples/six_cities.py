@@ -16,8 +16,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-import fedbayes
-
 # How many children wheeze at which of the ages seven, eight, nine and ten, from no, no, no, no by no, no, no, yes to all yes.
 _MOTHER_DOES_NOT_SMOKE = (237, 10, 15, 4, 16, 2, 7, 3, 24, 3, 3, 2, 6, 2, 5, 11)
 _MOTHER_SMOKES = (118, 6, 8, 2, 11, 1, 6, 4, 7, 3, 3, 1, 4, 2, 4, 7)
@@ -46,7 +44,3 @@ def silos():
     order = np.random.default_rng(0).permutation(len(smoke))
     parts = {"first": order[:300], "second": order[300:]}
     return {name: {"wheeze": wheeze[rows], "smoke": smoke[rows]} for name, rows in parts.items()}
-
-
-algorithm = fedbayes.PVI(population, silo, family=fedbayes.Family(moving_scale=True, bound=20), steps=500)
-rounds = 15

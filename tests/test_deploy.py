@@ -80,7 +80,8 @@ def test_structured_models_are_the_simulators(name, tmp_path):
     parts = [SiteData(one) for one in data.values()]
     coordinator, post = deployment(algorithm, parts, tmp_path, ROUNDS)
     coordinator.finish(post)
-    simulation = SiloSimulation(algorithm, data, seed=5)
+    # Chains are chaotic: they are the same where the program is, and a site's is that of one silo at a time.
+    simulation = SiloSimulation(algorithm, data, seed=5, loop=name == "ep")
     for _ in simulation.advance(ROUNDS):
         pass
     assert_near(coordinator.state, simulation.state)

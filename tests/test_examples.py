@@ -15,7 +15,7 @@ from fedbayes.cli.fit import load
 EXAMPLES = ROOT / "examples"
 FILES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "def population" in path.read_text())
 FEW = {
-    "six_cities": ["--rounds", "2", "--steps", "5", "--family.bound", "2"],
+    "six_cities": ["--rounds", "2", "--draws", "20", "--most", "20"],
     "prodlda": ["--rounds", "2"],
 }
 
@@ -39,7 +39,8 @@ def needs_data(name):
 def test_a_model_file_runs(name, tmp_path, capsys):
     assert fit(EXAMPLES / f"{name}.py", *FEW[name], "--out", tmp_path / "run") == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert np.isfinite(result["bound"])
+    assert result["bound"] is None or np.isfinite(result["bound"])
+    assert result["verdict"]["verdict"]
     assert name in capsys.readouterr().out
 
 

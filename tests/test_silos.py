@@ -15,13 +15,13 @@ from hierarchy import DEVIATION, EVIDENCE, MEAN, OWN, WEIGHT, Y, partition, popu
 from table import TABLE, methods
 
 from fedbayes import files
-from fedbayes.algorithms.pvi import PVI, _proper_part
+from fedbayes.algorithms.pvi import PVI
 from fedbayes.algorithms.sfvi import SFVI
 from fedbayes.algorithms.sfvi_avg import SFVIAvg
 from fedbayes.engine.silo_data import plan
 from fedbayes.engine.silos import SiloSimulation
 from fedbayes.errors import UserError
-from fedbayes.primitives import gaussian
+from fedbayes.primitives import factored, gaussian
 from fedbayes.primitives.variational import Family
 from fedbayes.results.simulate import simulate
 from fedbayes.results.structured_fit import SiloFit, fit_silos
@@ -93,9 +93,9 @@ def test_sfvi_avg_of_silos_that_are_alike_is_sfvi():
 
 def test_a_factor_may_be_negative_but_q_may_not():
     q, change = gaussian.Natural(jnp.zeros(1), jnp.eye(1)), gaussian.Natural(jnp.zeros(1), -3.0 * jnp.eye(1))
-    assert float(_proper_part(q, change)) == 0.25
-    assert float(_proper_part(q, gaussian.Natural(jnp.zeros(1), -0.5 * jnp.eye(1)))) == 1.0
-    assert float(_proper_part(q, gaussian.Natural(jnp.zeros(1), -1e9 * jnp.eye(1)))) == 0.0
+    assert float(factored.proper_part(q, change)) == 0.25
+    assert float(factored.proper_part(q, gaussian.Natural(jnp.zeros(1), -0.5 * jnp.eye(1)))) == 1.0
+    assert float(factored.proper_part(q, gaussian.Natural(jnp.zeros(1), -1e9 * jnp.eye(1)))) == 0.0
 
 
 @pytest.mark.slow

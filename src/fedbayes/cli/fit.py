@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> None:
     show(f"{path.stem}: {label} over {silos}, {ended}, seed {options.seed}")
     show(plain_table(["", *HEADINGS], rows(fit.result) or [["too many numbers to list: see posterior.nc"]]))
     show(verdict(fit.result))
-    show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and bound.png are pictures)")
+    picture = "bound.png" if len(fit.bound) else "movement.png"
+    show(f"run folder: {folder} (posterior.nc is for ArviZ; posterior.png and {picture} are pictures)")
 
 
 class ModelFile(NamedTuple):

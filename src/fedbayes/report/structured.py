@@ -100,11 +100,25 @@ def bound(records: Sequence[Record], labels: Sequence[str]) -> Section:
         if points:
             found[label] = curves.Curve(*np.array(points, float).T)
     if not found:
-        return Section("Bound", [Prose("metrics.jsonl has no rounds.")])
+        return _movement(records, labels)
     whose = {label: f" ({label})" if len(found) > 1 else "" for label in found}
     ends = "; ".join(f"{one.y[-1]:.5g} in round {one.x[-1]:.0f}{whose[label]}" for label, one in found.items())
     caption = f"The bound on log p(y) over rounds: {ends}. The axis begins where the last nine tenths lie."
     return Section("Bound", [Pictures([draw(curves.over_rounds, "bound on log p(y)", found, end=True, caption=caption)])])
+
+
+def _movement(records: Sequence[Record], labels: Sequence[str]) -> Section:
+    """How far each round moved q, for methods that have no bound."""
+    found = {}
+    for record, label in zip(records, labels, strict=True):
+        points = [(entry["round"], entry["moved"]) for entry in record.scalars if entry.get("moved", 0) > 0]
+        if points:
+            found[label] = curves.Curve(*np.array(points, float).T)
+    if not found:
+        return Section("Convergence", [Prose("metrics.jsonl has no rounds.")])
+    logs = {label: curves.Curve(one.x, np.log10(one.y)) for label, one in found.items()}
+    caption = "How far each round would have moved q, in its standard deviations, as a power of ten."
+    return Section("Convergence", [Pictures([draw(curves.over_rounds, "movement, log10 sd", logs, end=True, caption=caption)])])
 
 
 def silos(record: Record) -> Section:

@@ -49,7 +49,17 @@ SHARED, MEMBERS = "shared.safetensors", "members.json"
 AGAIN = "--force starts the run over"
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
-    *(SHARED, MEMBERS, "posterior.nc", "bound.png", "posterior.png", "about.json", "timing.jsonl", "command.json"),
+    *(
+        SHARED,
+        MEMBERS,
+        "posterior.nc",
+        "bound.png",
+        "movement.png",
+        "posterior.png",
+        "about.json",
+        "timing.jsonl",
+        "command.json",
+    ),
     "report.html",
 )
 

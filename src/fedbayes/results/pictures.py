@@ -17,8 +17,11 @@ COLOURS = ("#1f4e79", "#c0504d", "#7f7f7f", "#4f9d69", "#8064a2", "#e08e2b")
 
 
 def write_pictures(fit: Any, folder: Path) -> None:
-    """bound.png, posterior.png and posterior.nc in the folder of a run."""
-    save_figure(bound_figure(fit), folder / "bound.png", dpi=120)
+    """posterior.png, posterior.nc and bound.png, or movement.png for a method without a bound, in the folder of a run."""
+    if len(fit.bound):
+        save_figure(bound_figure(fit), folder / "bound.png", dpi=120)
+    else:
+        save_figure(movement_figure(fit), folder / "movement.png", dpi=120)
     named = [(name, value) for name, value in numbers(fit.draws(4000)) if value.std() > 0]
     if named:
         save_figure(marginals({"posterior": dict(named[:MOST])}), folder / "posterior.png", dpi=120)
@@ -46,6 +49,23 @@ def bound_figure(fit: Any) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("round")
     axes.set_ylabel("bound on log p(y)")
+    axes.set_title(f"{fit.result['algorithm']} over {len(fit.simulation.names)} silos", loc="left", fontsize=10)
+    return figure
+
+
+def movement_figure(fit: Any) -> Figure:
+    """How far each round moved q, and the Monte Carlo noise of it, in standard deviations of q."""
+    rounds = np.array([entry["round"] for entry in fit.history])
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, label) in enumerate((("moved", "movement of q"), ("noise", "its Monte Carlo noise"))):
+        values = np.array([entry[name] for entry in fit.history])
+        axes.semilogy(rounds, values, STYLES[number], color=COLOURS[number], marker="o", markersize=3, label=label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("round")
+    axes.set_ylabel("standard deviations of q")
+    axes.legend(frameon=False, fontsize=9)
     axes.set_title(f"{fit.result['algorithm']} over {len(fit.simulation.names)} silos", loc="left", fontsize=10)
     return figure
 

@@ -105,7 +105,7 @@ class SiloFit:
     @property
     def bound(self) -> Float[np.ndarray, " windows"]:
         """The bound as it rose, averaged over windows of rounds."""
-        return np.array([entry["bound"] for entry in self.history])
+        return np.array([entry["bound"] for entry in self.history if "bound" in entry])
 
     def draws(self, count: int = 1000, seed: int = 0, *, corrected: bool | None = None) -> dict[str, Array]:
         """Draws of Z_G, as the population's sites have it: (count, …) for each.
