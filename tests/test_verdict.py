@@ -221,7 +221,7 @@ def test_a_funnel_among_the_global_latents_is_sampled_from_neck_to_mouth(funnel,
 
 
 def case(**options):
-    q = gaussian.init_global(1, 1.0, full=True)
+    q = gaussian.init_global(1, full=True)
     given = {"bounds": [], "health": {}, "why_not": "it cannot be asked", "samples": True} | options
     normal = {"log_prior": lambda z: -0.5 * np.sum(z**2, axis=1), "numbers": lambda z: {"mean": z[:, 0]}}
     return Case(q=q, ask=lambda z, round: Told(np.zeros(len(z)), np.zeros(len(z)), 0, 0, 0, 0), **normal, **given)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedbayes import files
 from fedbayes.models.structured import numbers
@@ -62,7 +63,7 @@ def movement_figure(fit: Any) -> Figure:
         values = np.array([entry[name] for entry in fit.history])
         axes.semilogy(rounds, values, STYLES[number], color=COLOURS[number], marker="o", markersize=3, label=label)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round")
     axes.set_ylabel("standard deviations of q")
     axes.legend(frameon=False, fontsize=9)
