@@ -121,6 +121,8 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
 
     default_rounds: ClassVar[int] = 100
     """Rounds of a run that names none."""
+    one_thread: ClassVar[bool] = False
+    """True where a client's program is many small factorisations, which are compiled for one thread (`engine/round.py`)."""
     stops: ClassVar[bool] = False
     """True where a run may end before its last round, by `stopped`."""
 
@@ -233,10 +235,10 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     """Rounds of the run, over which schedules fall."""
     form: Form | None = fact("form")
     """The form of a silo's data, for θ that only `silo` names; by default that of the run's first silo."""
-    starts_anywhere: ClassVar[bool] = False
-    """True where a run may start from the fit of another method."""
     samples: ClassVar[bool] = False
     """True where silos keep draws of their own latents, and `eta` is a summary of them."""
+    starts_anywhere: ClassVar[bool] = False
+    """True where a run may start from the fit of another method."""
 
     @property
     def structured(self) -> Structured:

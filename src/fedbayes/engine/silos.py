@@ -6,7 +6,6 @@ group, others are compiled with their own shapes. Keys, steps and reductions are
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,7 +128,8 @@ class SiloSimulation:
 
         def run(count: int) -> Any:
             given = (self.state, self.states, arrays, picks)
-            state, states, trace = _stretch(self.algorithm, layout, seed, start, jnp.int32(count), *given)
+            program = _stretch_of_chains if self.algorithm.one_thread else _stretch
+            state, states, trace = program(self.algorithm, layout, seed, start, jnp.int32(count), *given)
             return state, states, {name: np.asarray(values)[:count] for name, values in trace.items()}
 
         state, states, trace = run(count)
@@ -202,8 +202,7 @@ class SiloStates:
             self._simulation.states = jax.tree.map(jnp.asarray, states)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _stretch(
+def _rounds(
     algorithm: AnyStructured,
     layout: tuple[tuple[Form, tuple[int, ...]], ...],
     seed: Any,
@@ -260,6 +259,10 @@ def _stretch(
     server, states, trace = jax.lax.fori_loop(0, count, iteration, (server, states, trace))
     whole = [jax.tree.map(lambda leaf: leaf[None], own) if one else own for own, one in zip(states, alone, strict=True)]
     return server, whole, trace
+
+
+_stretch = jax.jit(_rounds, static_argnums=(0, 1))
+_stretch_of_chains = jax.jit(_rounds, static_argnums=(0, 1), compiler_options=steps.ONE_THREAD)
 
 
 def _without_axis(alone: Sequence[bool], groups: Sequence[Any]) -> list[Any]:
