@@ -121,8 +121,6 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
 
     default_rounds: ClassVar[int] = 100
     """Rounds of a run that names none."""
-    one_thread: ClassVar[bool] = False
-    """True where a client's program is many small factorisations, which are compiled for one thread (`engine/round.py`)."""
     stops: ClassVar[bool] = False
     """True where a run may end before its last round, by `stopped`."""
 

@@ -112,7 +112,6 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     default_rounds: ClassVar[int] = 15
     stops: ClassVar[bool] = True
     samples: ClassVar[bool] = True
-    one_thread: ClassVar[bool] = True
 
     damping: float = setting(0.7, above=0, most=1)
     """ρ while q moves."""

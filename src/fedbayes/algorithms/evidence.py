@@ -11,7 +11,7 @@ the registry, as nothing is trained. All that the server gets are sums over silo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,6 @@ class Up(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Evidence(Algorithm[Server, Any, Down, Up]):
     """What silos are asked after training; `fitted` is what trained."""
-
-    one_thread: ClassVar[bool] = True
 
     fitted: AnyStructured
     points: int = POINTS

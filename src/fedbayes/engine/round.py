@@ -26,8 +26,6 @@ from fedbayes.algorithm import AnyAlgorithm
 from fedbayes.engine import keys, reduce
 from fedbayes.errors import UserError
 
-ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}
-"""For programs of many small factorisations side by side: XLA's thread pool can wait for itself in these, for ever."""
 ADVICE = "try a smaller step size, less momentum or standardised features"
 
 
@@ -143,23 +141,13 @@ def broadcast(algorithm: AnyAlgorithm, key: PRNGKeyArray, server: Any) -> Any:
     return algorithm.broadcast(keys.fold(key, np.uint32(keys.BROADCAST)), server)
 
 
-def _client(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def client(
     algorithm: AnyAlgorithm, form: trees.Form, key: PRNGKeyArray, down: Any, local: Any, arrays: tuple[Array, ...]
 ) -> tuple[Any, Any, Bool[Array, ""]]:
     """One client's round: what it sends, what it keeps, and whether all of it is finite; the key is the client's own."""
     up, new = algorithm.client(key, down, local, trees.put_together(form, arrays))
     return up, new, trees.finite((up, new))
-
-
-_one_client = jax.jit(_client, static_argnums=(0, 1))
-_one_sampler = jax.jit(_client, static_argnums=(0, 1), compiler_options=ONE_THREAD)
-
-
-def client(
-    algorithm: AnyAlgorithm, form: trees.Form, key: PRNGKeyArray, down: Any, local: Any, arrays: tuple[Array, ...]
-) -> tuple[Any, Any, Bool[Array, ""]]:
-    """One client's round, compiled: what it sends, what it keeps, and whether all of it is finite; the key is its own."""
-    return (_one_sampler if algorithm.one_thread else _one_client)(algorithm, form, key, down, local, arrays)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

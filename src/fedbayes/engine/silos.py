@@ -6,6 +6,7 @@ group, others are compiled with their own shapes. Keys, steps and reductions are
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,8 +129,7 @@ class SiloSimulation:
 
         def run(count: int) -> Any:
             given = (self.state, self.states, arrays, picks)
-            program = _stretch_of_chains if self.algorithm.one_thread else _stretch
-            state, states, trace = program(self.algorithm, layout, seed, start, jnp.int32(count), *given)
+            state, states, trace = _stretch(self.algorithm, layout, seed, start, jnp.int32(count), *given)
             return state, states, {name: np.asarray(values)[:count] for name, values in trace.items()}
 
         state, states, trace = run(count)
@@ -202,7 +202,8 @@ class SiloStates:
             self._simulation.states = jax.tree.map(jnp.asarray, states)
 
 
-def _rounds(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _stretch(
     algorithm: AnyStructured,
     layout: tuple[tuple[Form, tuple[int, ...]], ...],
     seed: Any,
@@ -232,6 +233,9 @@ def _rounds(
             rows = jnp.arange(len(places)) if picks is None else picks[number]
             everyone = picks is None or len(places) == 1
             chosen = (own, content) if everyone else jax.tree.map(lambda leaf, rows=rows: leaf[rows], (own, content))
+            if algorithm.samples and partial is not None:
+                # One group after the other: a model's own factorisations, side by side, can wait for each other (`small.py`).
+                chosen, partial = jax.lax.optimization_barrier((chosen, partial))
 
             def one(key: Any, own: Any, content: Any, form: Form = form, down: Any = down) -> Any:
                 return algorithm.client(key, down, own, put_together(form, content))
@@ -259,10 +263,6 @@ def _rounds(
     server, states, trace = jax.lax.fori_loop(0, count, iteration, (server, states, trace))
     whole = [jax.tree.map(lambda leaf: leaf[None], own) if one else own for own, one in zip(states, alone, strict=True)]
     return server, whole, trace
-
-
-_stretch = jax.jit(_rounds, static_argnums=(0, 1))
-_stretch_of_chains = jax.jit(_rounds, static_argnums=(0, 1), compiler_options=steps.ONE_THREAD)
 
 
 def _without_axis(alone: Sequence[bool], groups: Sequence[Any]) -> list[Any]:

@@ -15,16 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes.algorithm import AnyStructured
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Structured
-from fedbayes.primitives import gaussian
+from fedbayes.primitives import gaussian, small
 from fedbayes.primitives.gaussian import Global, Natural
 
 HALVINGS = 10
+PARTS = (1.0, 0.9999, 0.999, 0.99, 0.9, 0.5, 0.0)
+"""Of a silo's factor, which are tried to be divided out of q."""
 DRAWS = 512
 """Draws for the moments of the prior, in pairs ± u."""
 
@@ -57,15 +58,15 @@ def over(one: Natural, other: Natural) -> Natural:
 def rewritten(factor: Natural, old: Global, new: Global) -> Natural:
     """A factor in the coordinates of q = `old`, written in those of `new`."""
     root = gaussian.root(old)
-    T = jax.scipy.linalg.solve_triangular(root, gaussian.root(new), lower=True)
-    a = jax.scipy.linalg.solve_triangular(root, new.mean - old.mean, lower=True)
+    T = small.solve_lower(root, gaussian.root(new))
+    a = small.solve_lower(root, new.mean - old.mean)
     precision = T.T @ factor.precision @ T
     return Natural(T.T @ (factor.shift - factor.precision @ a), (precision + precision.T) / 2)
 
 
 def standardised(q: Global, z: Float[Array, " n"]) -> Float[Array, " n"]:
     """u of a Z_G."""
-    return jax.scipy.linalg.solve_triangular(gaussian.root(q), z - q.mean, lower=True)
+    return small.solve_lower(gaussian.root(q), z - q.mean)
 
 
 def multiplied(q: Global, change: Natural) -> Global:
@@ -78,17 +79,18 @@ def multiplied(q: Global, change: Natural) -> Global:
 def proper_part(q: Natural, change: Natural) -> Float[Array, ""]:
     """The first of 1, ½, ¼ … 0 for which q · change^part has a covariance."""
     parts = jnp.asarray([*(0.5**power for power in range(HALVINGS)), 0.0])
-    roots = jax.vmap(lambda part: jnp.linalg.cholesky(times(q, power(change, part)).precision))(parts)
+    roots = jax.vmap(lambda part: small.cholesky(times(q, power(change, part)).precision))(parts)
     # Not just positive: a precision that falls to nothing in one round is noise.
     large = jax.vmap(lambda root: jnp.min(jnp.diagonal(root), initial=1.0) > 0.1)(roots)
     return parts[jnp.argmax(jnp.isfinite(roots).all(axis=(1, 2)) & large | (parts == 0))]
 
 
-def cavity(factor: Natural, floor: float = 1e-6) -> Natural:
-    """q / t_j in q's coordinates; where others leave no information, or less, it is nearly flat."""
-    left = over(standard(factor.shift.size), factor)
-    values, vectors = jnp.linalg.eigh(left.precision)
-    return Natural(left.shift, vectors * jnp.maximum(values, floor)[None, :] @ vectors.T)
+def cavity(factor: Natural) -> Natural:
+    """q / t_j in q's coordinates; where others leave no information, or less, as much of t_j stays as makes it proper."""
+    whole = standard(factor.shift.size)
+    parts = jnp.asarray(PARTS)
+    roots = jax.vmap(lambda part: small.cholesky(over(whole, power(factor, part)).precision))(parts)
+    return over(whole, power(factor, parts[jnp.argmax(jnp.isfinite(roots).all(axis=(1, 2)))]))
 
 
 def arrived(local: Any, down: Any) -> Natural:
@@ -150,8 +152,7 @@ def prior_step(
         weights = jax.nn.softmax(jax.vmap(log_w)(u))
         mean = weights @ g
         covariance = jnp.eye(n) + jnp.einsum("s,sij->ij", weights, H + g[:, :, None] * g[:, None, :]) - jnp.outer(mean, mean)
-        values, vectors = jnp.linalg.eigh((covariance + covariance.T) / 2)
-        precision = vectors / jnp.clip(values, 0.1, 10.0)[None, :] @ vectors.T
+        precision = small.inverse((covariance + covariance.T) / 2)
         change = over(Natural(precision @ mean, precision), standard(n))
     else:
         precision = -jnp.mean(H, axis=0)

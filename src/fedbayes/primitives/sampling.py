@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpyro.infer.hmc import hmc
 from numpyro.infer.hmc_util import dual_averaging
 
-from fedbayes.primitives import gaussian
+from fedbayes.primitives import gaussian, small
 from fedbayes.primitives.gaussian import Global, Local, Natural
-from fedbayes.trees import other_peoples_code
+from fedbayes.trees import finite, other_peoples_code
 
 WINDOWS = ((30, 20, 30, 60, 40), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
 """Steps of the windows of a warm-up: the first, the second, the third, and all later ones."""
@@ -177,7 +176,7 @@ def nuts(
 
 
 def _mass(blocks: list[tuple[str, ...]], covariance: Float[Array, "n n"], variance: Float[Array, " d"]) -> _Mass:
-    root = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(covariance), jnp.eye(len(covariance)), lower=True).T
+    root = small.inverse_root(small.cholesky(covariance)).T
     inverse, roots = {blocks[0]: covariance}, {blocks[0]: root}
     if len(blocks) > 1:
         inverse[blocks[1]], roots[blocks[1]] = variance, 1 / jnp.sqrt(variance)
@@ -274,7 +273,7 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
     u = draws.u.reshape(-1, draws.u.shape[-1])
     weight = jnp.tile(draw_mask(draws), draws.u.shape[0]).astype(u.dtype)
     total, n = jnp.maximum(jnp.sum(weight), 2.0), u.shape[1]
-    to_offset = jax.scipy.linalg.solve_triangular(gaussian.root(q), jnp.eye(n), lower=True)  # u = this (Z_G − μ_G)
+    to_offset = small.inverse_root(gaussian.root(q))  # u = this (Z_G − μ_G)
     flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.z.items()}
 
     def of_plate(value: Float[Array, "s blocks d"], parents: Float[Array, "s m"]) -> Local:
@@ -282,9 +281,11 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
         design = jnp.concatenate([jnp.ones((len(parents), 1)), parents], axis=1) * weight[:, None]
         gram = design.T @ design
         gram = gram + jnp.diag(jnp.append(0.0, 1e-3 * jnp.diagonal(gram)[1:] + 1e-6))
+        scale_of = jnp.sqrt(jnp.diagonal(gram))
+        inverse = small.inverse(gram / jnp.outer(scale_of, scale_of)) / jnp.outer(scale_of, scale_of)
 
         def slopes(value: Float[Array, "s blocks d"]) -> tuple[Array, Array]:
-            found = jnp.linalg.solve(gram, jnp.einsum("si,sbd->ibd", design, value).reshape(m + 1, -1))
+            found = inverse @ jnp.einsum("si,sbd->ibd", design, value).reshape(m + 1, -1)
             found = found.reshape(m + 1, *value.shape[1:])
             return found[0], jnp.moveaxis(found[1:], 0, -1)
 
@@ -297,7 +298,7 @@ def conditionals(draws: Draws, q: Global) -> dict[str, Local]:
         residual = residual * jnp.exp(-moving)
         covariance = jnp.einsum("s,sbi,sbj->bij", weight, residual, residual) / total
         floor = 1e-6 * jnp.einsum("bii->b", covariance) / d + 1e-12
-        root = jnp.linalg.cholesky(covariance + floor[:, None, None] * jnp.eye(d)[None])
+        root = jax.vmap(small.cholesky)(covariance + floor[:, None, None] * jnp.eye(d)[None])
         scale = jnp.diagonal(root, axis1=1, axis2=2)
         lower = jnp.tril(root / scale[..., None], -1) if d > 1 else None
         C, D = (jnp.concatenate([part[..., :n] @ to_offset, part[..., n:]], axis=-1) for part in (C, D))
@@ -343,19 +344,23 @@ def gaussian_of(draws: Draws) -> Estimate:
     u, gradient = (draws.u - centre[None, None]) / scale[None, None], draws.gradient * scale[None, None]
     parts = _batch_moments(draws._replace(u=u, gradient=gradient))
 
-    def natural(moments: Moments) -> Natural:
-        shift, precision = _natural(moments)
-        precision = precision / jnp.outer(scale, scale)
-        return Natural(shift / scale + precision @ centre, precision)
+    def natural(moments: Moments) -> tuple[Natural, Natural]:
+        """With control variates and without."""
+        found = []
+        for shift, precision in _natural(moments):
+            precision = precision / jnp.outer(scale, scale)
+            found.append(Natural(shift / scale + precision @ centre, precision))
+        return found[0], found[1]
 
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), parts)
-    without = jax.vmap(lambda part: natural(jax.tree.map(jnp.subtract, total, part)))(parts)
-    whole = natural(total)
+    both = natural(total), jax.vmap(lambda part: natural(jax.tree.map(jnp.subtract, total, part)))(parts)
+    controlled = finite((both[0][0], both[1][0]))  # else there are too few draws, or digits
+    whole, without = (jax.tree.map(lambda a, b: jnp.where(controlled, a, b), *one) for one in both)
     b = BATCHES * draws.u.shape[0]
     middle = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), without)
     corrected = jax.tree.map(lambda all, mean: b * all - (b - 1) * mean, whole, middle)
     noise = jax.tree.map(lambda leaf, mean: (b - 1) / b * jnp.sum((leaf - mean[None]) ** 2, axis=0), without, middle)
-    proper = jnp.isfinite(jnp.linalg.cholesky(corrected.precision)).all()
+    proper = jnp.isfinite(small.cholesky(corrected.precision)).all()
     return Estimate(jax.tree.map(lambda a, b: jnp.where(proper, a, b), corrected, whole), noise)
 
 
@@ -380,17 +385,14 @@ def _batch_moments(draws: Draws) -> Moments:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), each)
 
 
-def _natural(moments: Moments) -> Natural:
+def _natural(moments: Moments) -> tuple[Natural, Natural]:
     count = jnp.maximum(moments.total, 2.0)
     u, g = moments.u / count, moments.g / count
     gg, ug = moments.gg / count - jnp.outer(g, g), moments.ug / count - jnp.outer(u, g)
-    A = -jnp.linalg.solve(gg + 1e-6 * jnp.diag(jnp.diagonal(gg)), ug.T).T
+    A = -ug @ small.ridged_inverse(gg)
     m = u + A @ g
     d = u - m
-    uu = moments.uu / count - jnp.outer(u, u) + jnp.outer(d, d)
-    C = A + uu + (ug + jnp.outer(d, g)) @ A.T
-    C = (C + C.T) / 2
-    values, vectors = jnp.linalg.eigh(C)
-    values = jnp.maximum(values, 1e-3 * jnp.max(values))
-    precision = vectors / values[None, :] @ vectors.T
-    return Natural(precision @ m, precision)
+    direct = moments.uu / count - jnp.outer(u, u)
+    C = A + direct + jnp.outer(d, d) + (ug + jnp.outer(d, g)) @ A.T
+    precision, plain = small.ridged_inverse((C + C.T) / 2), small.ridged_inverse(direct)
+    return Natural(precision @ m, precision), Natural(plain @ u, plain)
