@@ -190,7 +190,8 @@ def test_large_crossed_plates_say_why_there_is_no_check():
     fit = fb.simulate(fb.SFVI(population, silo), data, 3)
     assert fit.result["khat"] is None
     assert sentence in fit.result["verdict"]["reasons"][-1]
-    assert f"not checked: {sentence}" in str(fit)
+    assert "verdict: not checked" in str(fit)
+    assert sentence in str(fit)
 
 
 def test_silos_of_equal_shapes_share_a_program_whatever_their_indices():

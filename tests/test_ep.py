@@ -121,6 +121,7 @@ def rows(population, data):
     numpyro.sample("y", dist.Normal(level + data["x"] @ slopes, 1.0), obs=data["y"])
 
 
+@pytest.mark.slow
 def test_raw_units_and_collinear_columns_in_single_precision():
     silos = {f"s{i}": collinear(40, i) for i in range(3)}
     fit = fb.simulate(fb.EP(regression, rows), silos, correct=False)
@@ -133,6 +134,7 @@ def test_raw_units_and_collinear_columns_in_single_precision():
     np.testing.assert_allclose(np.sqrt(np.diag(gaussian.covariance(q))), sd, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_a_silo_without_information_keeps_a_flat_factor():
     def two():
         return numpyro.sample("a", dist.Normal(0.0, 2.0)), numpyro.sample("b", dist.Normal(0.0, 2.0))

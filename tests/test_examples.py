@@ -96,16 +96,17 @@ def test_wire_of_a_model_file(file, capsys):
         "change/precision",
         "bound",
         "silos",
+        *("evidence", "difference", "latents", "moved", "scaled", "silos"),  # the evidence round
     ]
     assert cli.main(["wire", str(file)]) == 0
     assert "Nothing of a silo's local state or rows is sent as it is." in capsys.readouterr().out
 
 
 def test_resume_and_the_folder(file, tmp_path, capsys):
-    assert fit(file, "--rounds", "5", "--out", tmp_path / "run") == 0
-    assert fit(file, "--rounds", "5", "--out", tmp_path / "run") == 2
+    assert fit(file, "--algorithm", "sfvi", "--rounds", "5", "--out", tmp_path / "run") == 0
+    assert fit(file, "--algorithm", "sfvi", "--rounds", "5", "--out", tmp_path / "run") == 2
     assert "holds a finished run" in capsys.readouterr().err
-    assert fit(file, "--rounds", "5", "--out", tmp_path / "run", "--resume") == 0
+    assert fit(file, "--algorithm", "sfvi", "--rounds", "5", "--out", tmp_path / "run", "--resume") == 0
 
 
 BAD = {

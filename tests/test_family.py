@@ -170,7 +170,7 @@ def in_units(unit, shift):
     return shared, own, {f"s{j}": {"y": part, "unit": index} for j, part in enumerate(parts)}
 
 
-@pytest.mark.parametrize("method", [fb.SFVI, fb.PVI, fb.SFVIAvg])
+@pytest.mark.parametrize("method", [fb.SFVI, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.PVI, fb.SFVIAvg))])
 def test_units_of_the_data_do_not_matter(method):
     """From the start on, every step is the same in units of the prior."""
     found = []

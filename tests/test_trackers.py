@@ -80,7 +80,16 @@ silos = partition(5, 7)
 @needs_tensorboard
 def test_a_fit_over_silos_is_tracked(tmp_path, capsys):
     (tmp_path / "model.py").write_text(MODEL)
-    given = ["fit", str(tmp_path / "model.py"), "--rounds", "12", "--track", f"tensorboard:{tmp_path / 'logs'}"]
+    given = [
+        "fit",
+        str(tmp_path / "model.py"),
+        "--algorithm",
+        "sfvi",
+        "--rounds",
+        "12",
+        "--track",
+        f"tensorboard:{tmp_path / 'logs'}",
+    ]
     assert cli.main([*given, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
     scalars, texts = read_tensorboard(tmp_path / "logs")

@@ -11,12 +11,12 @@ from typing import Annotated, Any, NamedTuple
 from tyro.conf import UseAppendAction, arg
 
 from fedbayes.algorithms import find, names
-from fedbayes.algorithms.default import MOST, default
+from fedbayes.algorithms.default import MOST
 from fedbayes.cli.arguments import keeping, parse, python_file
 from fedbayes.cli.display import plain_table, progress_bar, show
 from fedbayes.errors import UserError
 from fedbayes.models.structured import Structured
-from fedbayes.results.simulate import simulate
+from fedbayes.results.simulate import simulate, suited
 from fedbayes.results.structured_text import HEADINGS, rows, verdict
 from fedbayes.results.trackers import tracker
 
@@ -102,7 +102,7 @@ def model_file(path: Path, arguments: Sequence[str]) -> tuple[ModelFile, list[st
     name, rest = _algorithm_name(list(arguments))
     Structured(module.population, module.silo).global_latents()  # what is wrong with the population is said first
     silos = {} if "-h" in rest or "--help" in rest else _silos(module, path)  # help needs no data
-    chosen, why = _chosen(module, name, next(iter(silos.values()), None))
+    chosen, why = _chosen(module, name, silos)
     label = next(known for known in names("silos") if find(known) is type(chosen))
     return ModelFile(chosen, label, silos, why), rest
 
@@ -122,7 +122,7 @@ def _algorithm_name(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _chosen(module: ModuleType, name: str | None, data: Any) -> tuple[Any, str]:
+def _chosen(module: ModuleType, name: str | None, silos: Mapping[str, Any]) -> tuple[Any, str]:
     """The algorithm that was named, the file's own, or the default, with its rounds; and why, if it is unusual.
 
     Another algorithm than the file's takes over the file's family, where both have one.
@@ -136,7 +136,7 @@ def _chosen(module: ModuleType, name: str | None, data: Any) -> tuple[Any, str]:
         return dataclasses.replace(own, rounds=rounds), ""
     why = ""
     if name is None:
-        algorithm, why = default(module.population, module.silo, data)
+        algorithm, why = suited(module.population, module.silo, silos)
     else:
         algorithm = find(name, "silos")(module.population, module.silo)
         if own is not None and _has_family(own) and _has_family(algorithm):

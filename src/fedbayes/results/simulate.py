@@ -19,6 +19,7 @@ from fedbayes.data.clients import Clients
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.local_state import States
 from fedbayes.engine.round import round_count
+from fedbayes.engine.silo_data import naming_silo
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
 from fedbayes.results.fit import Fit
@@ -86,11 +87,19 @@ def fit(
     >>> bool(abs(found.draws()["mean"].mean() - 0.5) < 0.05)
     True
     """
-    first = next(iter(silos.values()), None) if isinstance(silos, Mapping) else None
-    algorithm, why = default(population, silo, first)
+    algorithm, why = suited(population, silo, silos if isinstance(silos, Mapping) else {})
     if why:
         log.warning("%s", why)
     return simulate(algorithm, silos, rounds, **options)
+
+
+def suited(
+    population: Callable[[], Any], silo: Callable[[Any, Any], None], silos: Mapping[str, Any]
+) -> tuple[AnyStructured, str]:
+    """The algorithm that suits a model, and why where it is not EP; an error names the silo that it was read with."""
+    for name, data in silos.items():
+        return naming_silo(name, default, population, silo, data)
+    return default(population, silo)
 
 
 def simulate_clients(

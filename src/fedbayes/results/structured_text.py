@@ -27,7 +27,7 @@ def table(result: dict[str, Any]) -> str:
 def verdict(result: dict[str, Any]) -> str:
     """How far the posterior can be relied on, why, what to do next, and the bound."""
     found = result.get("verdict")
-    words = _words(found) if isinstance(found, dict) else _before(result)
+    words = (_words(found) if isinstance(found, dict) else _before(result)).rstrip()
     bound = "" if result.get("bound") is None else f"bound {result['bound']:.2f}"
     return "; ".join(part for part in (words, bound) if part)
 
