@@ -258,7 +258,11 @@ def test_the_silos_evidence_decides_where_there_is_one():
     assert assess(far, correct=False).verdict["verdict"] == "family too small"
     assert assess(rising, correct=False).verdict["verdict"] == "not converged"
     noisy = case(why_not="")._replace(ask=lambda z, round: Told(np.zeros(len(z)), 4 * z[:, 0], 0, 0, 0, 0))
-    assert assess(noisy).verdict["verdict"] == "Monte Carlo noise"
+    assert assess(noisy._replace(samples=False)).verdict["verdict"] == "Monte Carlo noise"
+    assert assess(noisy._replace(health=HEALTHY | {"skew": 1.8})).verdict["verdict"] == "Monte Carlo noise"
+    chains = assess(noisy._replace(health=HEALTHY))
+    assert chains.verdict["verdict"] == "good"
+    assert chains.corrected is None  # whose weights would be the noise's
 
 
 def test_an_older_result_is_read_and_not_believed():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
 import numbers
 import operator
 import typing
@@ -18,13 +19,14 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes.errors import UserError
 from fedbayes.models.likelihoods import Likelihood
 from fedbayes.models.model import Model
 from fedbayes.models.structured import Structured
-from fedbayes.trees import Form, zeros_of
+from fedbayes.trees import Form, put_together, zeros_of
 from fedbayes.trees import Params as Params
 
 
@@ -279,6 +281,16 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
 
 
 AnyAlgorithm = Algorithm[Any, Any, Any, Any]
+AnyNetwork = NetworkAlgorithm[Any, Any, Any, Any]
+AnyStructured = StructuredAlgorithm[Any, Any, Any, Any]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def client_of(algorithm: AnyAlgorithm, form: Form, key: PRNGKeyArray, down: Any, local: Any, arrays: tuple[Array, ...]) -> Any:
+    """`algorithm.client` on data that was taken apart: traced once for a form, whoever asks for its shapes or its program."""
+    return algorithm.client(key, down, local, put_together(form, arrays))
+
+
 AnyNetwork = NetworkAlgorithm[Any, Any, Any, Any]
 AnyStructured = StructuredAlgorithm[Any, Any, Any, Any]
 

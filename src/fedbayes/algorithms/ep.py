@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fedbayes.algorithm import LocalDraws, StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, variational
+from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.factored import over, power
 from fedbayes.primitives.gaussian import Global, Natural
-from fedbayes.primitives.padding import padded
 from fedbayes.primitives.sampling import Chains, Draws, Health
 from fedbayes.primitives.variational import Family, Locals, Shared
 
@@ -133,9 +133,9 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
             raise UserError(f"most is {self.most}, but it is at least draws, which is {self.draws}")
 
     def prepared(self, data: Any) -> Any:
-        """A silo's data with the dependency structure that is found in it, padded, if chains can start there."""
+        """A silo's data with the dependency structure that is found in it, if chains can start there."""
         self.structured.check_start(data)
-        return padded(self.structured, data)
+        return linked(self.structured, data)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""
@@ -201,7 +201,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     def local_draws(self, key: PRNGKeyArray, down: Down, local: Local, data: Any, count: int) -> LocalDraws:
         """Draws of the silo's tilted distribution, from chains that go on."""
         each = max(1, -(-count // self.chains))
-        algorithm = dataclasses.replace(self, most=max(each, 20))
+        algorithm = dataclasses.replace(self, draws=20, most=max(each, 20))
         cavity = factored.cavity(factored.arrived(local, down))
         draws, _ = algorithm.sample(key, down.shared.eta, cavity, local, jnp.int32(each), data)
         to_z = jax.vmap(jax.vmap(lambda u: gaussian.draw_global(down.shared.eta, u)))

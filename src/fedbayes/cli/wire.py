@@ -53,7 +53,7 @@ class FileOptions:
 def _of_model_file(arguments: Sequence[str]) -> None:
     from fedbayes.algorithms.evidence import Evidence
     from fedbayes.cli.fit import model_file
-    from fedbayes.engine.silo_data import plan
+    from fedbayes.engine.silo_data import plan, read
     from fedbayes.engine.silos import SiloSimulation
     from fedbayes.primitives.dependence import inseparable
     from fedbayes.results.verdict import LARGEST
@@ -61,8 +61,9 @@ def _of_model_file(arguments: Sequence[str]) -> None:
     file, rest = model_file(Path(arguments[0]), arguments[1:])
     description = f"What {file.name} sends in a round of {arguments[0]}."
     options = parse(FileOptions, rest, f"fedbayes wire {arguments[0]}", description, file.algorithm)
-    algorithm = plan(options.algorithm, file.silos, options.algorithm.rounds)
-    simulation = SiloSimulation(algorithm, file.silos)
+    silos = read(file.silos, options.algorithm, together=False)
+    algorithm = plan(options.algorithm, silos, options.algorithm.rounds)
+    simulation = SiloSimulation(algorithm, silos)
     data = simulation.data(options.silo or simulation.names[0])
     _show(wire.manifest(algorithm, data), options.plain, "silo")
     if not inseparable(algorithm.structured, data) and algorithm.structured.size() <= LARGEST:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fedbayes import trees
-from fedbayes.algorithm import AnyAlgorithm
+from fedbayes.algorithm import AnyAlgorithm, client_of
 from fedbayes.engine import keys, reduce
 from fedbayes.errors import UserError
 
@@ -146,7 +146,7 @@ def client(
     algorithm: AnyAlgorithm, form: trees.Form, key: PRNGKeyArray, down: Any, local: Any, arrays: tuple[Array, ...]
 ) -> tuple[Any, Any, Bool[Array, ""]]:
     """One client's round: what it sends, what it keeps, and whether all of it is finite; the key is the client's own."""
-    up, new = algorithm.client(key, down, local, trees.put_together(form, arrays))
+    up, new = client_of(algorithm, form, key, down, local, arrays)
     return up, new, trees.finite((up, new))
 
 

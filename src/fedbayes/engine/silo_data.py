@@ -12,12 +12,13 @@ from jaxtyping import Array
 from fedbayes import trees
 from fedbayes.algorithm import AnyStructured
 from fedbayes.errors import UserError
+from fedbayes.models.linked import Linked, plain
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import encode
+from fedbayes.primitives import padding
+from fedbayes.primitives.padding import Grown, Part
 from fedbayes.trees import Form, put_together, take_apart
 from fedbayes.wire import provenance
-
-Part = tuple[Form, tuple[Array, ...]]  # one silo's data
 
 
 class Group(NamedTuple):
@@ -28,15 +29,40 @@ class Group(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-def read(silos: Mapping[str, Any], algorithm: AnyStructured) -> list[Part]:
-    """The silos' data as the algorithm takes it, taken apart; an error names its silo."""
+class Silos(NamedTuple):
+    """Silos' data, read: as it is, and as the algorithm takes it, both taken apart."""
+
+    names: tuple[str, ...]
+    own: list[Part]
+    parts: list[Part]
+
+
+def read(silos: Mapping[str, Any] | Silos, algorithm: AnyStructured, *, together: bool = True) -> Silos:
+    """The silos' data as the algorithm takes it; an error names its silo.
+
+    With `together`, silos of different sizes are padded for a method whose programs take long to compile (`padding.py`).
+    """
+    if isinstance(silos, Silos):
+        return silos
     if not silos:
         raise UserError("there is no silo; give at least one, as a name and its data")
-    if len(set(map(str, silos))) < len(silos):
+    names = tuple(map(str, silos))
+    if len(set(names)) < len(silos):
         raise UserError("two silos have the same name; give each its own")
-    return [
-        naming_silo(name, lambda content: take_apart(algorithm.prepared(content)), content) for name, content in silos.items()
-    ]
+    own = [naming_silo(name, take_apart, plain(content)) for name, content in zip(names, silos.values(), strict=True)]
+    grown = [Grown(content, None) for content in silos.values()]
+    if together and algorithm.samples and len({form for form, _ in own}) > 1:
+        grown = padding.together(algorithm.structured, own)
+
+    def prepared(place: int) -> Part:
+        data = algorithm.prepared(grown[place].data)
+        if grown[place].before is None:
+            return take_apart(data)
+        if isinstance(data, Linked) and data.why:  # a block has terms of all rows, and they are no longer its own
+            return take_apart(algorithm.prepared(put_together(*own[place])))
+        return take_apart(padding.marked(algorithm.structured, data, grown[place].before))
+
+    return Silos(names, own, [naming_silo(name, prepared, place) for place, name in enumerate(names)])
 
 
 def grouped(parts: Sequence[Part]) -> list[Group]:
@@ -52,12 +78,12 @@ def stacked(rows: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
-def plan(algorithm: AnyStructured, silos: Mapping[str, Any], rounds: int) -> AnyStructured:
+def plan(algorithm: AnyStructured, silos: Mapping[str, Any] | Silos, rounds: int) -> AnyStructured:
     """The algorithm with the facts of the run (rounds, silos, observations, form), after a check of the model in each silo."""
-    parts, total = read(silos, algorithm), 0
+    (names, own, parts), total = read(silos, algorithm, together=False), 0
     first: dict[str, tuple[str, Any]] = {}
-    for name, (form, arrays) in zip(map(str, silos), parts, strict=True):
-        total += naming_silo(name, from_shapes, algorithm.structured.rows, form, arrays)
+    for name, (form, arrays) in zip(names, parts, strict=True):
+        total += naming_silo(name, from_shapes, algorithm.structured.rows, *own[names.index(name)])
         thetas = naming_silo(name, _theta, algorithm, form, arrays)
         for theta, shape in thetas.items():
             where, known = first.setdefault(theta, (name, shape))
@@ -66,10 +92,10 @@ def plan(algorithm: AnyStructured, silos: Mapping[str, Any], rounds: int) -> Any
                 raise UserError(f"the parameter {theta} has shape {shapes}, but it is shared; make its shape the same for all")
         if missing := [theta for theta in first if theta not in thetas]:
             raise UserError(f"the parameter {missing[0]} is not in silo {name!r}; name it in population, which all silos share")
-        if new := [theta for theta in thetas if first[theta][0] == name != str(next(iter(silos)))]:
+        if new := [theta for theta in thetas if first[theta][0] == name != names[0]]:
             raise UserError(f"the parameter {new[0]} is only in silo {name!r}; name it in population, which all silos share")
         naming_silo(name, algorithm.family.check_draws, algorithm.structured, put_together(form, arrays))
-    return algorithm.planned(rounds, silos=len(silos), rows=total, form=parts[0][0])
+    return algorithm.planned(rounds, silos=len(names), rows=total, form=parts[0][0])
 
 
 def _theta(algorithm: AnyStructured, form: Form, arrays: tuple[Array, ...]) -> dict[str, Any]:

@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes.algorithm import AnyStructured
+from fedbayes.algorithm import AnyStructured, client_of
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
 from fedbayes.engine.cohort import each, jit_inline
 from fedbayes.engine.local_state import States
 from fedbayes.engine.round import Diverged, Round
-from fedbayes.engine.silo_data import grouped, naming_silo, read, stacked
+from fedbayes.engine.silo_data import Silos, grouped, naming_silo, read, stacked
 from fedbayes.errors import UserError
-from fedbayes.models.linked import plain
 from fedbayes.primitives.padding import cut
 from fedbayes.trees import Form, finite, put_together, take_apart
 
@@ -48,22 +47,20 @@ class SiloSimulation:
     def __init__(
         self,
         algorithm: AnyStructured,
-        silos: Mapping[str, Any],
+        silos: Mapping[str, Any] | Silos,
         *,
         cohort: int | float | None = None,
         in_turn: bool = False,
         seed: int = 0,
         loop: bool = False,
     ) -> None:
-        self.algorithm, self.seed, self.names, self.round = algorithm, steps.checked_seed(seed), tuple(map(str, silos)), 0
-        self.in_turn, self.cohort = in_turn, steps.cohort_size(cohort, len(silos), "silos")
+        self.algorithm, self.seed, self.round = algorithm, steps.checked_seed(seed), 0
         if in_turn and cohort is not None:
             raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
-        self.parts = read(silos, algorithm)
-        self.own_parts = [take_apart(plain(content)) for content in silos.values()]
-        """The silos' data as they are; `parts` may be padded."""
+        self.names, self.own_parts, self.parts = read(silos, algorithm, together=not loop)
+        self.in_turn, self.cohort = in_turn, steps.cohort_size(cohort, len(self.names), "silos")
         self.groups = grouped(self.parts)
-        self.everyone = self.cohort == len(silos) and not in_turn
+        self.everyone = self.cohort == len(self.names) and not in_turn
         self.compiled = not loop and (self.everyone or len(self.groups) == 1)
         server_key, local_key = keys.of_start(seed)
         self.state = naming_silo(self.names[0], steps.init_server, algorithm, server_key)
@@ -86,15 +83,21 @@ class SiloSimulation:
             raise UserError(f"there is no silo {name!r}; there are {', '.join(self.names)}")
         return self.names.index(str(name))
 
-    def own(self, name: str) -> Any:
-        """A silo's own state."""
+    def own(self, name: str, *, padded: bool = False) -> Any:
+        """A silo's own state, for `data(name)`; or padded, for `parts`."""
         group, row = self._where(self.index(name))
-        return jax.tree.map(lambda leaf: leaf[row], self.states[group])
+        own = jax.tree.map(lambda leaf: leaf[row], self.states[group])
+        if padded or self.parts[self.index(name)][0].shapes == take_apart(self.data(name))[0].shapes:
+            return own
+        bare = jax.eval_shape(lambda: self.algorithm.init_local(jax.random.key(0), self.data(name)))
+        return jax.tree.map(lambda leaf, like: leaf[tuple(map(slice, like.shape))], own, bare)
 
     def put(self, name: str, own: Any) -> None:
-        """Give a silo another state of its own."""
+        """Give a silo another state of its own, padded or not."""
         group, row = self._where(self.index(name))
-        self.states[group] = jax.tree.map(lambda leaf, one: leaf.at[row].set(one), self.states[group], own)
+        self.states[group] = jax.tree.map(
+            lambda leaf, one: leaf.at[(row, *map(slice, one.shape))].set(one), self.states[group], own
+        )
 
     def down(self) -> Any:
         """What the next round's silos receive."""
@@ -154,7 +157,7 @@ class SiloSimulation:
         partial, stacks, after = None, [], {}
         for place in self.chosen(round):
             name, (form, arrays) = self.names[place], self.parts[place]
-            given = (keys.fold(key, np.uint32(place)), down, self.own(name), arrays)
+            given = (keys.fold(key, np.uint32(place)), down, self.own(name, padded=True), arrays)
             up, after[name], fine = steps.client(self.algorithm, form, *given)
             if not bool(fine):
                 raise Diverged(f"round {round}, silo {name!r}: its numbers are not finite; try a smaller lr")
@@ -238,7 +241,7 @@ def _stretch(
                 chosen, partial = jax.lax.optimization_barrier((chosen, partial))
 
             def one(key: Any, own: Any, content: Any, form: Form = form, down: Any = down) -> Any:
-                return algorithm.client(key, down, own, put_together(form, content))
+                return client_of(algorithm, form, key, down, own, content)
 
             if len(places) == 1:
                 up, new = one(all_keys[number, 2 + places[0]], *chosen)

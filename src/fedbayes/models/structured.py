@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -254,7 +255,7 @@ class Structured:
         found: dict[str, Float[Array, " _blocks"]] = {}
         with other_peoples_code():
             if isinstance(data, Linked):
-                found = _by_link({name: elements(sites[name], real.get(name)) for name in links}, links, latents)
+                found = _by_link({name: elements(sites[name], real.get(name)) for name in links}, links, latents, real)
             for name, site in sites.items():
                 if site["type"] != "sample" or name in links:
                     continue
@@ -328,16 +329,26 @@ class Structured:
 
 
 def _by_link(
-    terms: dict[str, Array], links: dict[str, Int[Array, ...]], latents: list[Latent]
+    terms: dict[str, Array], links: dict[str, Int[Array, ...]], latents: list[Latent], real: Values
 ) -> dict[str, Float[Array, " _blocks"]]:
     """Terms added up in the blocks that they are linked to, groups in the order of their names; what has none is in ""."""
-    sizes = {latent.plate.name: latent.plate.size for latent in latents if latent.plate.name}
-    names, total = sorted(sizes), sum(sizes.values())
+    starts, total = block_starts(latents)
     sums = jnp.zeros(total + 1)
     for name, blocks in links.items():
-        sums = sums + jax.ops.segment_sum(jnp.ravel(terms[name]), jnp.ravel(blocks), total + 1)
-    edges = np.cumsum([sizes[name] for name in names], dtype=int).tolist()
-    return dict(zip([*names, ""], jnp.split(sums, edges), strict=True))
+        term = terms[name]
+        if name in real:  # a latent that was added (`primitives/padding.py`) is standard normal
+            normal = -0.5 * (real[name] ** 2 + math.log(2 * math.pi))
+            normal = jnp.sum(normal, axis=tuple(range(term.ndim, normal.ndim)))
+            term, blocks = jnp.where(blocks < 0, normal, term), jnp.where(blocks < 0, -1 - blocks, blocks)
+        sums = sums + jax.ops.segment_sum(jnp.ravel(term), jnp.ravel(blocks), total + 1)
+    return dict(zip([*starts, ""], jnp.split(sums, [*starts.values(), total][1:]), strict=True))
+
+
+def block_starts(latents: list[Latent]) -> tuple[dict[str, int], int]:
+    """Where each group's blocks begin, counted over all groups in the order of their names; and how many blocks there are."""
+    sizes = {latent.plate.name: latent.plate.size for latent in latents if latent.plate.name}
+    edges = np.cumsum([0, *(sizes[name] for name in sorted(sizes))], dtype=int).tolist()
+    return dict(zip(sorted(sizes), edges, strict=False)), edges[-1]
 
 
 _known: dict[Any, Any] = {}

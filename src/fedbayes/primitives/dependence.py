@@ -304,15 +304,19 @@ def _links(groups: tuple[Group, ...], found: Found, declared: dict[str, tuple[Pl
     total, links = sum(group.blocks for group in groups), {}
     for site, (plate, depth) in declared.items():
         shape = next(found[_key(group)][site].shape for group in groups)
-        as_declared = np.full(shape, total, np.int32)
-        axis = len(shape) - depth + plate.dim
-        if plate.name in starts and axis >= 0:
-            number = np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - axis - 1))
-            as_declared = np.broadcast_to(starts[plate.name] + number, shape).astype(np.int32)
-        block = as_declared
+        before = block = as_declared(shape, plate, depth, starts, total)
         for group in groups:
             where = found[_key(group)][site]
             block = np.where(where >= 0, starts[group.name] + where, block).astype(np.int32)
-        if (block != as_declared).any():
+        if (block != before).any():
             links[site] = jnp.asarray(block)
     return links
+
+
+def as_declared(shape: tuple[int, ...], plate: Plate, depth: int, starts: dict[str, int], total: int) -> np.ndarray:
+    """The block of each term of a site as its plate says it, counted over all groups; `total` where it has none."""
+    axis = len(shape) - depth + plate.dim
+    if plate.name not in starts or axis < 0:
+        return np.full(shape, total, np.int32)
+    number = np.arange(shape[axis]).reshape(-1, *(1,) * (len(shape) - axis - 1))
+    return np.broadcast_to(starts[plate.name] + number, shape).astype(np.int32)

@@ -1,59 +1,94 @@
-"""Silos of different lengths in one compiled program: rows that count nothing, up to a length that many silos share.
+"""Silos of different sizes in one compiled program: rows and units that count nothing, up to sizes that many silos share.
 
-A compiled sampler takes seconds for each shape of data, and silos rarely have equally many rows. Where rows stand apart given
-the latents, copies of the first row are added, and their terms of the log density belong to no block, so that nothing counts
-them. Whether rows stand apart is found from numbers: the terms of all other rows must stay what they are.
+A compiled sampler takes seconds for each shape of data, and silos rarely have equally many rows or units. Sizes that differ
+between silos are made equal by copies of the first element. A row that was added has no term in the log density. A latent that
+was added has a standard normal one in place of the model's, so that it says nothing of any other. Both need that elements stand
+apart given the latents, which is found from numbers: the terms of all others must stay what they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from fedbayes.errors import UserError
-from fedbayes.models.linked import Linked, plain
-from fedbayes.models.structured import Structured
-from fedbayes.primitives.dependence import linked
-from fedbayes.trees import put_together, take_apart
+from fedbayes.models.linked import Linked
+from fedbayes.models.structured import Structured, block_starts
+from fedbayes.primitives.dependence import as_declared
+from fedbayes.trees import Form, put_together, take_apart
 
-LEAST = 8
-POINTS = 2
+POINTS, TRIED = 2, 3
+"""Random latents, and silos of each class, at which terms are compared."""
+Part = tuple[Form, tuple[Array, ...]]
+"""A silo's data, taken apart."""
+Shapes = dict[str, tuple[int, ...]]
+Size = tuple[tuple[int, int], ...]
+"""What has one size in each silo: leaves of the data, each with an axis, or −1 for a number that is the size."""
 
 
-def bucket(n: int) -> int:
-    """The length that n rows are padded to: at most a quarter more.
+class Grown(NamedTuple):
+    """A silo's data, longer than it was, and the shape that each site's terms had, of sites that are longer in some silo.
 
-    >>> [bucket(n) for n in (3, 17, 36, 44, 500, 512)]
-    [8, 24, 40, 48, 512, 512]
+    There are no shapes where the data is as it was.
     """
-    step = max(LEAST, 2 ** (n.bit_length() - 1) // 4)
-    return -(-n // step) * step
+
+    data: Any
+    before: Shapes | None
 
 
-def padded(structured: Structured, data: Any) -> Any:
-    """A silo's data with its dependency structure, padded where that changes nothing."""
-    data = plain(data)
-    axes: dict[str, int] = {}
-    if not structured.everyone(data) and (found := _padded(structured, data)) is not None:
-        longer, axes = found
-    if not axes:
-        return linked(structured, data)
-    joined = linked(structured, longer)
-    whole = joined if isinstance(joined, Linked) else Linked(longer, {}, (), (), "")
-    if whole.why:
-        return linked(structured, data)
+def size_class(n: int) -> int:
+    """Silos of one class are padded to the largest of them: compiling once more would take longer than the added rows.
+
+    >>> [size_class(n) for n in (3, 256, 300, 4000, 5000, 10_000)]
+    [256, 256, 1024, 4096, 8192, 16384]
+    """
+    found = 256
+    while found < n:
+        found *= 4 if found < 4096 else 2
+    return found
+
+
+def together(structured: Structured, parts: Sequence[Part]) -> list[Grown]:
+    """The silos' data, those of different sizes padded where that changes nothing."""
+    found = [Grown(put_together(*part), None) for part in parts]
+    alike: dict[Any, list[int]] = {}
+    for place, (form, _) in enumerate(parts):
+        kinds = tuple(type(leaf) if isinstance(leaf, int) else leaf for leaf in form.plain)
+        alike.setdefault((form.treedef, kinds, tuple((len(shape), dtype) for shape, dtype in form.shapes)), []).append(place)
+    for places in alike.values():
+        sizes = _sizes([parts[place] for place in places])
+        classes: dict[int, list[int]] = {}
+        for place in places:
+            classes.setdefault(size_class(max((_size(parts[place], one) for one in sizes), default=0)), []).append(place)
+        for members in classes.values():
+            for place, grown in zip(members, _grown(structured, [parts[place] for place in members], sizes), strict=True):
+                found[place] = grown
+    return found
+
+
+def marked(structured: Structured, prepared: Any, before: Shapes | None) -> Any:
+    """Padded data, linked, with terms that belong to no block where they were added, and latents that are standard normal."""
+    if before is None:
+        return prepared
+    whole = prepared if isinstance(prepared, Linked) else Linked(prepared, {}, (), (), "")
+    latents = {one.name for one in structured.local_latents(whole)}
+    starts, nowhere = block_starts(structured.local_latents(whole))
+    declared, links = structured.declared(whole), dict(whole.links)
     shapes = _shapes(structured, whole.data)
-    sizes = {one.plate.name: one.plate.size for one in structured.local_latents(whole) if one.plate.name}
-    nowhere = sum(sizes.values())  # the number of no block; one more is not even counted there
-    before, links = _shapes(structured, data), dict(whole.links)
-    for site, axis in axes.items():
+    for site in before:
         shape = shapes[site]
-        known = links.get(site, jnp.full(shape, nowhere, jnp.int32))
-        place = jnp.arange(shape[axis]).reshape([-1 if one == axis else 1 for one in range(len(shape))])
-        links[site] = jnp.where(jnp.broadcast_to(place, shape) < before[site][axis], known, nowhere + 1).astype(jnp.int32)
+        block = np.asarray(links[site]) if site in links else as_declared(shape, *declared[site], starts, nowhere)
+        own = np.ones(shape, bool)
+        for axis, (now, then) in enumerate(zip(shape, before[site], strict=True)):
+            own &= np.arange(now).reshape([-1 if one == axis else 1 for one in range(len(shape))]) < then
+        added = -1 - block if site in latents else np.full(shape, nowhere + 1)
+        links[site] = jnp.asarray(np.where(own, block, added), jnp.int32)
     return Linked(whole.data, links, whole.layout, whole.indexed, whole.why)
 
 
@@ -62,71 +97,127 @@ def cut(structured: Structured, data: Any, prepared: Any) -> Any:
     if not isinstance(prepared, Linked):
         return data
     shapes = _shapes(structured, data)
-    links = {site: link[tuple(map(slice, shapes[site]))] for site, link in prepared.links.items()}
+    bare = Linked(data, {}, prepared.layout, prepared.indexed, prepared.why)
+    there, nowhere = block_starts(structured.local_latents(prepared))
+    here, end = block_starts(structured.local_latents(bare))
+    number = np.full(nowhere + 1, end, np.int32)
+    edges = [*sorted(here.values()), end]
+    for name, start in there.items():
+        count = edges[edges.index(here[name]) + 1] - here[name]
+        number[start : start + count] = here[name] + np.arange(count)
+    links = {
+        site: jnp.asarray(number[np.asarray(link)[tuple(map(slice, shapes[site]))]]) for site, link in prepared.links.items()
+    }
     return Linked(data, links, prepared.layout, prepared.indexed, prepared.why)
 
 
-def _padded(structured: Structured, data: Any) -> tuple[Any, dict[str, int]] | None:
-    """The data with more rows, and the axis along which each site's terms became longer; None where rows do not stand apart."""
-    form, arrays = take_apart(data)
-    data = put_together(form, arrays)
-    latents = [(one.name, one.shape) for one in structured.local_latents(data)]
-    before = _shapes(structured, data)
-    rows = [shape[0] for site, shape in before.items() if shape and site not in dict(latents)]
-    if not rows:
-        return None
-    n = max(rows)
-    N = bucket(n)
-    # One row more shows whether rows can be added; a silo that fills its bucket is laid out as the others in it.
-    longer = put_together(form, _longer(arrays, n, max(N, n + 1)))
-    try:
-        after = _shapes(structured, longer)
-        same = [(one.name, one.shape) for one in structured.local_latents(longer)] == latents
-    except (UserError, TypeError, ValueError, IndexError):
-        return None
-    if not same or after.keys() != before.keys():
-        return None
-    axes = {}
-    for site, shape in after.items():
-        differ = [axis for axis in range(len(shape)) if axis >= len(before[site]) or shape[axis] != before[site][axis]]
-        if len(shape) != len(before[site]) or len(differ) > 1 or (differ and site in dict(latents)):
-            return None
-        if differ:
-            axes[site] = differ[0]
-    if not axes or not _alike(structured, data, longer, before, dict(latents)):
-        return None
-    return put_together(form, _longer(arrays, n, N)), axes
+def _sizes(parts: Sequence[Part]) -> list[Size]:
+    """What differs between silos: axes and numbers of the data that have the same size as each other in every silo."""
+    seen: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for leaf, axis in _places(parts[0]):
+        sizes = tuple(_size(part, ((leaf, axis),)) for part in parts)
+        if len(set(sizes)) > 1 and min(sizes) > 0:
+            seen.setdefault(sizes, []).append((leaf, axis))
+    return [tuple(found) for found in seen.values()]
 
 
-def _longer(arrays: tuple[Any, ...], n: int, N: int) -> tuple[Any, ...]:
-    def one(leaf: Any) -> Any:
-        if not (leaf.ndim and leaf.shape[0] == n):
-            return leaf
-        return jnp.concatenate([leaf, jnp.broadcast_to(leaf[:1], (N - n, *leaf.shape[1:]))])
+def _places(part: Part) -> list[tuple[int, int]]:
+    form, arrays = part
+    rest, found = iter(arrays), []
+    for leaf, value in enumerate(form.plain):
+        if value is None:
+            found += [(leaf, axis) for axis in range(next(rest).ndim)]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            found.append((leaf, -1))
+    return found
 
-    return tuple(one(leaf) for leaf in arrays)
+
+def _size(part: Part, size: Size) -> int:
+    form, arrays = part
+    leaf, axis = size[0]
+    value = form.plain[leaf]
+    return int(value) if axis < 0 else arrays[sum(one is None for one in form.plain[:leaf])].shape[axis]  # type: ignore[call-overload]
 
 
-def _shapes(structured: Structured, data: Any) -> dict[str, tuple[int, ...]]:
+def _longer(part: Part, targets: dict[tuple[int, int], int]) -> Part:
+    """The data with copies of the first element at the end of each axis, up to its target."""
+    form, arrays = part
+    leaves: list[Any] = []
+    rest = iter(arrays)
+    for leaf, value in enumerate(form.plain):
+        if value is not None:
+            leaves.append(targets.get((leaf, -1), value))
+            continue
+        array = np.asarray(next(rest))
+        for axis in range(array.ndim):
+            more = targets.get((leaf, axis), array.shape[axis]) - array.shape[axis]
+            array = np.concatenate([array, np.repeat(array.take([0], axis), more, axis)], axis) if more else array
+        leaves.append(array)
+    return take_apart(jax.tree.unflatten(form.treedef, leaves))
+
+
+def _grown(structured: Structured, parts: Sequence[Part], sizes: Sequence[Size]) -> list[Grown]:
+    """Silos of one class at the sizes of the largest, as far as elements stand apart."""
+    for chosen in (sizes, *([one] for one in sizes if len(sizes) > 1)):
+        targets = {place: max(_size(part, one) for part in parts) for one in chosen for place in one}
+        longer = [_longer(part, targets) for part in parts]
+        order = sorted(range(len(parts)), key=lambda place: sum(array.size for array in parts[place][1]))
+        changed = [place for place in order if longer[place][0] != parts[place][0]]
+        tried = {changed[at] for at in np.linspace(0, len(changed) - 1, TRIED).astype(int)} if changed else set()
+        if tried and all(_alike(structured, parts[place], longer[place]) for place in tried):
+            before, after = ([_shapes(structured, put_together(*part)) for part in both] for both in (parts, longer))
+            sites = {site for then, now in zip(before, after, strict=True) for site in now if then[site] != now[site]}
+            shapes = ({site: then[site] for site in sorted(sites)} for then in before)
+            return [Grown(put_together(*more), then) for more, then in zip(longer, shapes, strict=True)]
+    return [Grown(put_together(*part), None) for part in parts]
+
+
+def _shapes(structured: Structured, data: Any) -> Shapes:
     """The shape of each site's terms."""
     form, arrays = take_apart(data)
-
-    def terms(arrays: Any) -> Any:
-        data = put_together(form, arrays)
-        real = {one.name: jnp.zeros(one.shape) for one in structured.local_latents(data)}
-        return structured.elements({}, jnp.zeros(structured.size()), real, data)
-
-    return {site: leaf.shape for site, leaf in jax.eval_shape(terms, arrays).items()}
+    return {site: leaf.shape for site, leaf in jax.eval_shape(functools.partial(_terms, structured, form), arrays).items()}
 
 
-def _alike(structured: Structured, data: Any, longer: Any, before: dict[str, Any], latents: dict[str, Any]) -> bool:
-    """Whether the terms of the silo's own rows are the same in both, at random latents."""
-    for point in range(POINTS):
-        random = np.random.default_rng(point)
-        z_G = jnp.asarray(0.3 * random.normal(size=structured.size()), jnp.zeros(0).dtype)
-        real = {site: jnp.asarray(0.3 * random.normal(size=shape), z_G.dtype) for site, shape in latents.items()}
-        own, other = (structured.elements({}, z_G, real, one) for one in (data, longer))
-        for site, shape in before.items():
-            if not np.allclose(own[site], other[site][tuple(map(slice, shape))], rtol=1e-4, atol=1e-5, equal_nan=True):
+def _terms(structured: Structured, form: Form, arrays: tuple[Array, ...], point: int | None = None, room: Any = None) -> Any:
+    """Each site's terms with latents at 0, or at random numbers that are the same for the elements of both sizes."""
+    data = put_together(form, arrays)
+    normal = np.random.default_rng(point)
+    z_G = (
+        jnp.zeros(structured.size()) if point is None else jnp.asarray(0.3 * normal.normal(size=structured.size()), jnp.float32)
+    )
+    real = {}
+    for one in structured.local_latents(data):
+        numbers = (
+            np.zeros(one.shape) if point is None else 0.3 * normal.normal(size=room[one.name])[tuple(map(slice, one.shape))]
+        )
+        real[one.name] = jnp.asarray(numbers, jnp.float32)
+    return structured.elements({}, z_G, real, data)
+
+
+def _alike(structured: Structured, own: Part, longer: Part) -> bool:
+    """Whether the silo's own terms are the same in both, at random latents, and nothing but what was added is new."""
+    data = put_together(*longer)
+    try:
+        if structured.everyone(data):
+            return False
+        room = {one.name: one.shape for one in structured.local_latents(data)}
+        latents = {one.name: one.shape for one in structured.local_latents(put_together(*own))}
+        after = _shapes(structured, data)
+        if room.keys() != latents.keys() or any(len(room[name]) != len(latents[name]) for name in room):
+            return False
+        for point in range(POINTS):
+            mine, other = (
+                jax.jit(functools.partial(_terms, structured, form, point=point, room=room))(arrays)
+                for form, arrays in (own, longer)
+            )
+            if mine.keys() != after.keys():
                 return False
+            for site, terms in mine.items():
+                if len(after[site]) != terms.ndim:
+                    return False
+                same = other[site][tuple(map(slice, terms.shape))]
+                if not np.allclose(terms, same, rtol=1e-4, atol=1e-5, equal_nan=True):
+                    return False
+    except (UserError, TypeError, ValueError, IndexError):
+        return False
     return True

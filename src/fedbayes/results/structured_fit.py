@@ -22,7 +22,7 @@ from fedbayes.algorithms.evidence import INNER, POINTS, Evidence, Told
 from fedbayes.engine import keys, reduce, silo_programs
 from fedbayes.engine import round as steps
 from fedbayes.engine.round import round_count
-from fedbayes.engine.silo_data import from_shapes, naming_silo, plan
+from fedbayes.engine.silo_data import from_shapes, naming_silo, plan, read
 from fedbayes.engine.silos import SiloSimulation, SiloStates
 from fedbayes.errors import UserError
 from fedbayes.models.linked import like
@@ -171,7 +171,7 @@ class SiloFit:
         for place, (name, (form, arrays)) in enumerate(zip(self.simulation.names, self.simulation.parts, strict=True)):
             if name in self.adapted:
                 continue
-            given = (keys.fold(key, np.uint32(place)), down, self.simulation.own(name), arrays)
+            given = (keys.fold(key, np.uint32(place)), down, self.simulation.own(name, padded=True), arrays)
             up, _, _ = steps.client(algorithm, form, *given)
             partial = steps.accumulate(reduce.empty(up) if partial is None else partial, up)
             own[name] = {field: int(getattr(up, field)) for field in ("latents", "moved", "scaled")}
@@ -257,7 +257,8 @@ class SiloFit:
             grown.put(silo, simulation.own(silo))
         key = keys.fold(jax.random.key(seed), np.uint32(keys.ADAPT))
         form, arrays = grown.parts[grown.index(name)]
-        grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), grown.own(name), arrays))
+        own = grown.own(name, padded=True)
+        grown.put(name, silo_programs.adapt(algorithm, form, key, simulation.down(), own, arrays))
         return SiloFit.of(grown, self.result, self.history, *self.adapted, name)
 
     def khat(self, draws: int = 1000, inner: int = INNER, seed: int = 0) -> float:
@@ -319,12 +320,13 @@ def fit_silos(
     True
     """
     rounds = round_count(algorithm.rounds or algorithm.default_rounds if rounds is None else rounds)
-    algorithm = plan(algorithm, data, rounds)
-    simulation = SiloSimulation(algorithm, data, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
+    silos = read(data, algorithm, together=not loop)
+    algorithm = plan(algorithm, silos, rounds)
+    simulation = SiloSimulation(algorithm, silos, cohort=cohort, in_turn=in_turn, seed=seed, loop=loop)
     messages = []
     for group in simulation.groups:
         name = simulation.names[group.places[0]]
-        leaves = naming_silo(name, wire.manifest, algorithm, simulation.data(name))
+        leaves = naming_silo(name, wire.manifest, algorithm, trees.put_together(*simulation.parts[group.places[0]]))
         wire.check(leaves)
         messages.append((len(group.places), leaves))
     if start is not None:

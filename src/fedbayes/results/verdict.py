@@ -92,7 +92,8 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
         apart = compared(case, sampler, found)
         checks["reference"] = _described(found)
     checks |= {name: value for name, value in apart.items() if name != "error"}
-    taken = found if wanted and n <= MOST and found.reliable else None
+    usable = found.reliable and (correct is True or not _blurred(apart))
+    taken = found if wanted and n <= MOST and usable else None
     return Assessed(_verdict(case, checks, apart, found, taken, tried=wanted), taken)
 
 
@@ -118,6 +119,11 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
     return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"])))}
+
+
+def _blurred(apart: dict[str, Any]) -> bool:
+    """Whether the silos' Monte Carlo error hides how far q is off: then weighted draws are no better than q's."""
+    return apart["noise"] > NOISY or (apart["noise"] > ASK and apart["error"] < 2 * apart["noise"])
 
 
 def _bounded(of_q: np.ndarray, values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[np.ndarray, np.ndarray]:
@@ -226,8 +232,10 @@ def _verdict(
     differs = _differs(apart) if apart["error"] > ASK and reference.reliable else []
     jagged = float(np.std(reference.halves[0] - reference.halves[1]) * len(reference.z)) if len(reference.z) else 0.0
     checks["jagged"] = number(jagged)
-    if apart["noise"] > NOISY and reference.reliable:
-        word, reasons = NOISE, [f"the silos' evidence has a Monte Carlo error that moves a number by {apart['noise']:.2f} sd"]
+    if _blurred(apart) and reference.reliable:
+        told = case.samples and taken is None and not (unfinished or noisy or shape)  # chains are fine and stand for themselves
+        word = GOOD if told else NOISE
+        reasons = [f"the silos' evidence has a Monte Carlo error that moves a number by {apart['noise']:.2f} sd"]
     elif taken is not None or (reference.reliable and not large):
         word, reasons = GOOD, differs
     elif reference.reliable:

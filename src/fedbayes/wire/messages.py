@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, StructuredAlgorithm, declared, plan
+from fedbayes.algorithm import Algorithm, StructuredAlgorithm, client_of, declared, plan
 from fedbayes.errors import UserError
 from fedbayes.wire import provenance
 
@@ -50,7 +50,8 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
     down = jax.eval_shape(algorithm.broadcast, key, server)
 
     def client(key: Any, down: Any, local: Any, given: Any) -> Any:
-        return algorithm.client(key, down, local, whole(given))[0]
+        form, arrays = trees.take_apart(whole(given))
+        return client_of(algorithm, form, key, down, local, arrays)[0]
 
     up = jax.eval_shape(client, key, down, local, arrays)
     kinds = declared(type(up))
