@@ -291,10 +291,6 @@ def client_of(algorithm: AnyAlgorithm, form: Form, key: PRNGKeyArray, down: Any,
     return algorithm.client(key, down, local, put_together(form, arrays))
 
 
-AnyNetwork = NetworkAlgorithm[Any, Any, Any, Any]
-AnyStructured = StructuredAlgorithm[Any, Any, Any, Any]
-
-
 def declared(up_type: type) -> dict[str, Reduce]:
     """The reduction of each field of `Up`, in the order of its fields.
 
