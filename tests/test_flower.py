@@ -26,6 +26,7 @@ from fedbayes.deploy.template import write_project
 from fedbayes.deploy.tls import make_key
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.silos import SiloSimulation
+from fedbayes.results.verdict import VERDICTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -166,6 +167,10 @@ def test_two_real_sites_give_the_simulators_state(name, running, tmp_path):
     running.run({"out": str(tmp_path / "server")}, wait=WAIT, project=project(tmp_path / "project", name))
     assert_simulators(tmp_path / "project", tmp_path / "server")
     assert [entry["sites"] for entry in rounds_done(tmp_path / "server")] == [[0, 1]] * ROUNDS
+    if name in STRUCTURED:
+        verdict = json.loads((tmp_path / "server" / "result.json").read_text())["verdict"]
+        assert verdict["verdict"] in VERDICTS
+        assert verdict["checks"]["ess"] > 0  # of the draws that the sites' evidence weighs
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs fedbayes[simulation]")

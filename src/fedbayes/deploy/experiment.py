@@ -153,7 +153,7 @@ class Experiment:
     def server(self) -> Any:
         """The server's state before round 1; it is not kept, as it may be large."""
         server_key, _ = keys.of_start(self.seed)
-        return trees.strong(self.algorithm.init_server(server_key))
+        return steps.init_server(self.algorithm, server_key)
 
     def local(self, data: Any) -> Any:
         """What a site keeps before its first round."""

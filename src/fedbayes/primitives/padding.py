@@ -25,6 +25,8 @@ from fedbayes.trees import Form, put_together, take_apart
 
 POINTS, TRIED = 2, 3
 """Random latents, and silos of each class, at which terms are compared."""
+SMALL, RATIO = 1024, 4
+"""Rows up to which silos of all sizes are padded to one, and the ratio between sizes up to which larger ones are."""
 Part = tuple[Form, tuple[Array, ...]]
 """A silo's data, taken apart."""
 Shapes = dict[str, tuple[int, ...]]
@@ -42,15 +44,19 @@ class Grown(NamedTuple):
     before: Shapes | None
 
 
-def size_class(n: int) -> int:
-    """Silos of one class are padded to the largest of them: compiling once more would take longer than the added rows.
+def classes(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of silos that are padded to the largest of them, where compiling once more would take longer than the added rows.
 
-    >>> [size_class(n) for n in (3, 256, 300, 4000, 5000, 10_000)]
-    [256, 256, 1024, 4096, 8192, 16384]
+    >>> classes([3, 900, 256]), classes([20_000, 800, 6000, 1000])
+    ([[1, 2, 0]], [[0, 2], [3, 1]])
     """
-    found = 256
-    while found < n:
-        found *= 4 if found < 4096 else 2
+    found: list[list[int]] = []
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        most = sizes[found[-1][0]] if found else 0
+        if found and (most <= SMALL or RATIO * sizes[place] >= most):
+            found[-1].append(place)
+        else:
+            found.append([place])
     return found
 
 
@@ -63,11 +69,9 @@ def together(structured: Structured, parts: Sequence[Part]) -> list[Grown]:
         alike.setdefault((form.treedef, kinds, tuple((len(shape), dtype) for shape, dtype in form.shapes)), []).append(place)
     for places in alike.values():
         sizes = _sizes([parts[place] for place in places])
-        classes: dict[int, list[int]] = {}
-        for place in places:
-            classes.setdefault(size_class(max((_size(parts[place], one) for one in sizes), default=0)), []).append(place)
-        for members in classes.values():
-            for place, grown in zip(members, _grown(structured, [parts[place] for place in members], sizes), strict=True):
+        for members in classes([max((_size(parts[place], one) for one in sizes), default=0) for place in places]):
+            chosen = [places[member] for member in members]
+            for place, grown in zip(chosen, _grown(structured, [parts[place] for place in chosen], sizes), strict=True):
                 found[place] = grown
     return found
 
