@@ -96,7 +96,7 @@ class SFVI(Variational[Server, Local, Down, Up]):
         """g_j of (S5), and the silo's own step along (S6)."""
         arguments = (down.shared, local.eta, down.noise, noise, indices or {})
         value, gradient, own = variational.silo_gradient(self.at(data), *arguments)
-        units = variational.local_units(self.family, down.shared, local.eta)
+        units = variational.local_units(self.at(data), down.shared, local.eta)
         new = variational.ascend(self._adam(), local.eta, own, local.optimiser, units)
         return Up(gradient, value, jnp.ones(())), Local(*new)
 

@@ -24,6 +24,8 @@ from fedbayes.primitives.dependence import inseparable, moving
 
 LARGEST = 2**27
 """Numbers in one array of variational parameters beyond which a family is refused."""
+PART = 0.1
+"""Of the prior's standard deviations, those of q(Z_G) at the start."""
 
 Locals = dict[str, gaussian.Local]
 Noise = dict[str, Float[Array, "s k blocks d"]]
@@ -42,7 +44,7 @@ class Family:
     """Which Gaussians are searched, and with how many draws. None stands for yes, but for an encoder, which has none of it.
 
     >>> Family.mean_field(bound=5)
-    Family(full=False, coupled=False, dense=False, moving_scale=False, bound=5, draws=1, start=0.1, jitter=0.0, encoder=None)
+    Family(full=False, coupled=False, dense=False, moving_scale=False, bound=5, draws=1, start=None, jitter=0.0, encoder=None)
     """
 
     full: bool = True
@@ -57,8 +59,9 @@ class Family:
     """K, importance-weighted draws for each block, and as many for the silo's own latents, each with K draws of the blocks."""
     draws: int = setting(1, least=1)
     """Monte Carlo samples in a step."""
-    start: float = setting(0.1, above=0)
-    """Standard deviations at the start, as a part of the prior's."""
+    start: float | None = setting(None, above=0)
+    """Standard deviations at the start, as a part of the prior's; by default 0.1 for what silos share, and 1 for their own
+    latents, whose scale would be taken for small if they began narrow."""
     jitter: float = setting(0.0, least=0)
     """Means at the start are drawn with this part of the prior's standard deviation, alike in all silos; hidden units of a
     network need it."""
@@ -87,7 +90,7 @@ class Family:
         theta = structured.theta(data)
         if self.encoder is not None and data is not None:
             theta = {**theta, **encode(self.encoder, {}, data, jnp.zeros(n))[1]}
-        return Shared(self._started(key, gaussian.init_global(n, full=self.full), structured.global_spread()), theta)
+        return Shared(self._started(key, gaussian.init_global(n, full=self.full), structured.global_spread(), self.part), theta)
 
     def init_local(self, key: PRNGKeyArray, structured: Structured, data: Any) -> Locals:
         """η_L for the latents that this silo's data asks for, around their prior; nothing where they are amortised."""
@@ -96,6 +99,7 @@ class Family:
         n, blocks, found = structured.size(), structured.blocks(data), {}
         spread = structured.local_spread(data) if blocks else {}
         coupled, dense = self.coupled is not False, self.dense is not False
+        own = 1.0 if self.start is None else self.start
         moves = moving(structured, data) if self.moving_scale is None else blocks if self.moving_scale else ()
         for place, (name, (count, d)) in enumerate(blocks.items()):
             parents = n + (blocks[""][1] if name and "" in blocks else 0)
@@ -106,14 +110,19 @@ class Family:
                 raise UserError(f"{d} local latents in a block are too many for a covariance; use dense=False")
             options = {"dense": dense, "coupled": coupled, "moving_scale": name in moves and not too_many}
             key = jax.random.fold_in(key, place)
-            found[name] = self._started(key, gaussian.init_local(count, d, parents, **options), spread[name])
+            found[name] = self._started(key, gaussian.init_local(count, d, parents, **options), spread[name], own)
         return found
 
-    def _started(self, key: PRNGKeyArray, q: Any, prior: Spread) -> Any:
+    @property
+    def part(self) -> float:
+        """Of the prior's standard deviation, that with which a search of Z_G starts."""
+        return PART if self.start is None else self.start
+
+    def _started(self, key: PRNGKeyArray, q: Any, prior: Spread, part: float) -> Any:
         mean = prior.location
         if self.jitter:
             mean = mean + self.jitter * prior.scale * jax.random.normal(key, q.mean.shape)
-        return q._replace(mean=mean, log_scale=jnp.log(self.start * prior.scale))
+        return q._replace(mean=mean, log_scale=jnp.log(part * prior.scale))
 
     def check_draws(self, structured: Structured, data: Any) -> None:
         """Refuse K draws where the elements of a plate do not stand apart."""

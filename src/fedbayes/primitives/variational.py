@@ -177,7 +177,7 @@ def local_search(
         own, for_shared = own_gradient(log_density, shared, noise_G)
         value, more, for_eta = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
         gradient = (jax.tree.map(lambda a, b: a + scale * b, for_shared, more), jax.tree.map(lambda a: scale * a, for_eta))
-        units = (shared_units(silo.family, shared), local_units(silo.family, shared, eta))
+        units = (shared_units(silo.family, shared), local_units(silo, shared, eta))
         values, state = ascend(optimiser, (shared, eta), gradient, state, units)
         return (values, state), (own, value)
 
@@ -209,7 +209,7 @@ def adapt(
         eta, state = carry
         noise_G, noise_L, indices = chance(silo, jax.random.fold_in(key, number))
         _, _, gradient = silo_gradient(silo, shared, eta, noise_G, noise_L, indices)
-        return ascend(optimiser, eta, gradient, state, local_units(silo.family, shared, eta)), None
+        return ascend(optimiser, eta, gradient, state, local_units(silo, shared, eta)), None
 
     return jax.lax.scan(step, (eta, optimiser.init(eta)), jnp.arange(steps))[0][0]
 
@@ -307,15 +307,19 @@ def shared_units(family: Family, shared: Shared) -> Shared:
     A mean has the standard deviation that q has now, in parts of `start`: at the start that is the prior's. θ has 1.
     """
     eta = gaussian.global_units(shared.eta)
-    return Shared(eta._replace(mean=eta.mean / family.start), jax.tree.map(jnp.ones_like, shared.theta))
+    return Shared(eta._replace(mean=eta.mean / family.part), jax.tree.map(jnp.ones_like, shared.theta))
 
 
-def local_units(family: Family, shared: Shared, eta: Locals) -> Locals:
-    """The same for η_L."""
-    above = gaussian.global_units(shared.eta).mean
+def local_units(silo: Silo, shared: Shared, eta: Locals) -> Locals:
+    """The same for η_L.
+
+    What moves with Z_G, by C and D, is counted in units between q's and the prior's: by q's alone the noise of a step would be
+    the larger the narrower q is, which makes q narrower still.
+    """
+    above = jnp.sqrt(gaussian.global_units(shared.eta).mean * silo.structured.global_spread().scale)
     below = jnp.concatenate([above, jnp.exp(eta[""].log_scale[0])]) if "" in eta else above
     units = {name: gaussian.local_units(q, below if name else above) for name, q in eta.items()}
-    return {name: one._replace(mean=one.mean / family.start) for name, one in units.items()}
+    return {name: one._replace(mean=one.mean / silo.family.part) for name, one in units.items()}
 
 
 def ascend(optimiser: optax.GradientTransformation, values: Any, gradient: Any, state: Any, units: Any) -> tuple[Any, Any]:
