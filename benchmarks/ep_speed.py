@@ -71,7 +71,7 @@ def main() -> int:
         lambda name, *_, **__: COMPILED.append(name) if name == event else None
     )
     lines = [
-        "| model | effective draws | NUTS, s | EP, s | ratio | first EP fit, s | compiling, s | programs compiled by later fits |",
+        "| model | effective draws | NUTS, s | EP, s | ratio | first fit, s | compiling, s | programs compiled by later fits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in sys.argv[1:] or MODELS:

@@ -270,6 +270,10 @@ class StructuredAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         """Draws of (Z_G, Z_L) from a silo's own posterior."""
         raise NotImplementedError
 
+    def factors(self, server: ServerT) -> Any:
+        """Π_j t_j in q's coordinates, where q(Z_G) is a product of a factor for the prior and one for each silo; else None."""
+        return None
+
     def health(self, server: ServerT, locals: dict[str, LocalT]) -> dict[str, Any]:
         """What the method says of its own state, for the verdict; nothing by default.
 

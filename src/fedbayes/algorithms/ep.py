@@ -253,6 +253,10 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         progress = (damping, draws, weight, moved, noise, converged, up.checked)
         return Server(prior, Shared(q, {}), accepted, server.round + 1, *progress)
 
+    def factors(self, server: Server) -> Natural:
+        """Π_j t_j = q / t_0."""
+        return over(factored.standard(server.shared.eta.mean.size), server.prior)
+
     def stopped(self, server: Server) -> Bool[Array, ""]:
         """Whether q has stopped moving, and its noise is below the tolerance."""
         return server.converged

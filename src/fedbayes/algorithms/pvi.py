@@ -136,3 +136,7 @@ class PVI(Centred[Server, Local, Down, Up]):
         own, _ = variational.own_gradient(self.structured.log_population, server.shared, noise)
         share = 1.0 if self.silos is None else self.silos / up.silos
         return Server(prior, Shared(q, {}), accepted, server.round + 1, own + share * up.bound)
+
+    def factors(self, server: Server) -> Natural:
+        """Π_j t_j = q / t_0."""
+        return over(standard(server.shared.eta.mean.size), server.prior)

@@ -18,7 +18,7 @@ from fedbayes.engine import keys, reduce, silo_programs
 from fedbayes.engine import round as steps
 from fedbayes.errors import UserError
 from fedbayes.models.structured import numbers
-from fedbayes.results.correction import Standardised
+from fedbayes.results.correction import Standardised, Tilted
 from fedbayes.results.mixtures import Points
 from fedbayes.results.structured_fit import global_numbers, summarised
 from fedbayes.results.verdict import LARGEST, Case, assess
@@ -60,6 +60,8 @@ def judged(coordinator: Asking, post: Any) -> dict[str, Any]:
     def log_prior(z: Points) -> np.ndarray:
         return np.asarray(silo_programs.log_populations(structured, shared.theta, jnp.asarray(z, dtype)))
 
+    factors = algorithm.factors(coordinator.state)
+    tilted = functools.partial(Tilted.of, structured, shared.eta, factors, experiment.seed)
     case = Case(
         q=shared.eta,
         log_prior=log_prior,
@@ -71,6 +73,7 @@ def judged(coordinator: Asking, post: Any) -> dict[str, Any]:
         samples=algorithm.samples,
         seed=experiment.seed,
         frame=Standardised.of(structured, shared.theta, shared.eta) if 0 < shared.eta.mean.size <= LARGEST else None,
+        tilted=None if factors is None else tilted,
     )
     try:
         found = assess(case, experiment.correct)

@@ -60,6 +60,19 @@ def _of(fn: object, shape: tuple[int, ...], width: int) -> tuple[Array, Array]:
     return nothing, nothing
 
 
+@functools.cache
+def depth(structured: Structured) -> int:
+    """Levels of the hierarchy in the population: after so many steps, `placed` has found z."""
+    with jax.ensure_compile_time_eval():
+        z = x = jnp.sin(1.0 + jnp.arange(structured.size(), dtype=jnp.zeros(0).dtype))  # no round numbers
+        for level in range(DEEPEST):
+            location, log_scale = location_scale(structured, {}, z)
+            before, z = z, location + jnp.exp(log_scale) * x
+            if bool(jnp.all(z == before)):
+                return level
+    return DEEPEST
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def standardised(
     structured: Structured, theta: Values, z: Float[Array, "s n"]

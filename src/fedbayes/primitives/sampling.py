@@ -66,7 +66,14 @@ class _Mass(NamedTuple):
 
 
 def nuts(
-    log_density: Log, key: PRNGKeyArray, start: Chains, visits: Int[Array, ""], count: Int[Array, ""], most: int
+    log_density: Log,
+    key: PRNGKeyArray,
+    start: Chains,
+    visits: Int[Array, ""],
+    count: Int[Array, ""],
+    most: int,
+    *,
+    accept: float = ACCEPT,
 ) -> tuple[Draws, Chains]:
     """`count` draws a chain, `most` at most, of a density over Z_G (standardised, so that its covariance is near I) and Z_L.
 
@@ -77,6 +84,7 @@ def nuts(
         visits: How often they have run before: at first they warm up in full.
         count: Draws to take.
         most: The room that is made for them.
+        accept: The mean acceptance that the step size is chosen for.
     """
     chains, n = start.u.shape
     names = tuple(sorted(start.z))
@@ -132,7 +140,7 @@ def nuts(
             before = state.potential_energy
             state = move(state, used, mass, number == last)
             with other_peoples_code():
-                average = ss_update(ACCEPT - jnp.mean(state.accept_prob), average)
+                average = ss_update(accept - jnp.mean(state.accept_prob), average)
             g, l = state.z["G"] - origin[0][None], flat(state.z) - origin[1][None]  # noqa: E741
             more = (jnp.sum(g, axis=0), g.T @ g, jnp.sum(l, axis=0), jnp.sum(l**2, axis=0))
             room, gradients, diverging, moved = store

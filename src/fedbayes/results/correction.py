@@ -4,7 +4,9 @@
     weights  w_s = p(z_s) Π_j p(y_j | z_s) / Σ_r N_r/N proposal_r(z_s)              from all rounds so far
     next     a mixture of t densities fitted to the weighted points, and so on      while k̂ or the effective size is poor
 
-This is adaptive multiple importance sampling (Cornuet et al. 2012) with Pareto-smoothed weights (Vehtari et al. 2024). A round
+Where q is a product of factors (EP, PVI), draws of the prior itself times the silos' factors come first: they are weighed by
+Π_j p(y_j | z_s) / t_j(z_s), which is close to 1 where silos' factors fit, however far from a Gaussian the prior is. The rest
+is adaptive multiple importance sampling (Cornuet et al. 2012) with Pareto-smoothed weights (Vehtari et al. 2024). A round
 asks each silo for two numbers a point, of which the server needs the sums (algorithms/evidence.py). Nothing here knows who asks
 the silos: a simulation does, or the coordinator of a deployment.
 """
@@ -16,6 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -24,7 +27,7 @@ from fedbayes.algorithms.evidence import POINTS, Told
 from fedbayes.models import frames
 from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured
-from fedbayes.primitives import gaussian
+from fedbayes.primitives import gaussian, tilted
 from fedbayes.primitives.evidence import FLOOR
 from fedbayes.results import mixtures
 from fedbayes.results.mixtures import Component, Mixture, Points
@@ -42,6 +45,8 @@ LEAST = 100
 """Effective draws below which weighted draws are not believed."""
 TRUSTED = 0.7
 """k̂ up to which weights are believed."""
+MIXED = 1.05
+"""The r-hat up to which chains at the server are."""
 COMPONENTS, TAILS = 4, 4
 
 Ask = Callable[[Points, int], Told]
@@ -124,6 +129,21 @@ class Proposal(NamedTuple):
     framed: Mixture
 
 
+class Tilted(NamedTuple):
+    """Draws from the prior times the silos' factors (primitives/tilted.py): points, log Π_j t_j, and whether chains mixed."""
+
+    z: Points
+    log_factors: Float[np.ndarray, " s"]
+    mixed: bool
+
+    @classmethod
+    def of(cls, structured: Structured, q: gaussian.Global, factors: gaussian.Natural, seed: int) -> Tilted:
+        """From NUTS at the server."""
+        found = tilted.draws(structured, POINTS, jax.random.key(seed), q, factors)
+        mixed = bool(found.health.rhat < MIXED) and bool(found.health.ess > LEAST)
+        return cls(np.asarray(found.z, float), np.asarray(found.log_factors, float), mixed and bool(np.isfinite(found.z).all()))
+
+
 class Sampler:
     """Adaptive importance sampling of Z_G, a round at a time.
 
@@ -189,8 +209,20 @@ class Sampler:
         weights, khat = smoothed(ratios)
         halves = tuple(smoothed(ratios + sign * self.difference / 2)[0] for sign in (1, -1))
         ess = float(1 / np.sum(weights**2))
-        sent = self.rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
-        return Corrected(self.z, weights, khat, ess, self.rounds, sent, halves)  # type: ignore[arg-type]
+        return Corrected(self.z, weights, khat, ess, self.rounds, self._sent(self.rounds), halves)  # type: ignore[arg-type]
+
+    def from_factors(self, draws: Tilted) -> Corrected:
+        """Draws of p Π_j t_j, weighed by Π_j L_j / t_j in one evidence round of their own."""
+        told = self.ask(draws.z, self.rounds + 1)
+        evidence = np.asarray(told.evidence, float)
+        ratios = np.where(np.isfinite(evidence) & (evidence > FLOOR / 10), evidence - draws.log_factors, -np.inf)
+        halves = tuple(smoothed(ratios + sign * np.asarray(told.difference, float) / 2)[0] for sign in (1, -1))
+        weights, khat = smoothed(ratios)
+        rounds = self.rounds + 1
+        return Corrected(draws.z, weights, khat, float(1 / np.sum(weights**2)), rounds, self._sent(rounds), halves)  # type: ignore[arg-type]
+
+    def _sent(self, rounds: int) -> int:
+        return rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
 
     def _draw(self, proposal: Proposal, random: np.random.Generator) -> Points:
         count = round(sum(one.share for one in proposal.plain) * self.points)
@@ -287,3 +319,10 @@ def corrected(sampler: Sampler, rounds: int = ROUNDS, least: int = 1) -> Correct
     while sampler.rounds < least or (sampler.rounds < rounds and not (found.khat <= TRUSTED and found.ess >= ENOUGH)):
         found = sampler.round()
     return found
+
+
+def mended(sampler: Sampler, draws: Callable[[], Tilted] | None, rounds: int = ROUNDS) -> Corrected | None:
+    """Weighted draws from the silos' factors, if they can be believed, and else by adaptive rounds, if latents are few."""
+    if draws is not None and (found := draws()).mixed and (by_factors := sampler.from_factors(found)).reliable:
+        return by_factors
+    return corrected(sampler, rounds, least=min(2, rounds)) if np.size(sampler.q.mean) <= MOST else None

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, corrected, smoothed
+from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, Tilted, mended, smoothed
 from fedbayes.results.folder import AGAIN, SCHEMA, SHARED, Run, about, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures
@@ -139,10 +139,9 @@ class SiloFit:
         the draws of the next come from a mixture fitted to the weighted ones so far. It is refused where the weights cannot be
         trusted in the end.
         """
-        n = self.shared.eta.mean.size
-        if n > MOST:
+        found, n = mended(self.sampler(points, inner, seed), self._tilted(seed), rounds), self.shared.eta.mean.size
+        if found is None:
             raise UserError(f"there are {n} global latents, but draws of more than {MOST} cannot be corrected by their weights")
-        found = corrected(self.sampler(points, inner, seed), rounds, least=min(2, rounds))
         if not found.reliable:
             weights = f"k̂ is {found.khat:.2f} and {found.ess:.0f} of {len(found.z)} draws are effective"
             raise UserError(f"{weights}: the weights cannot be trusted after {found.rounds} rounds; fit longer or more richly")
@@ -155,6 +154,13 @@ class SiloFit:
             raise UserError(f"{why}, so draws cannot be weighed element by element; k̂ is not available for this model")
         frame = Standardised.of(self._structured, self.shared.theta, self.shared.eta)
         return Sampler(self.shared.eta, self._log_prior, functools.partial(self._ask, inner, seed), seed, points, frame)
+
+    def _tilted(self, seed: int) -> Callable[[], Tilted] | None:
+        """Draws from the prior times the silos' factors, where q is a product of them."""
+        factors = self.algorithm.factors(self.simulation.state)
+        if factors is None:
+            return None
+        return functools.partial(Tilted.of, self._structured, self.shared.eta, factors, seed)
 
     def _log_prior(self, z: Float[np.ndarray, "s n"]) -> Float[np.ndarray, " s"]:
         given = jnp.asarray(z, self.shared.eta.mean.dtype)
@@ -196,6 +202,7 @@ class SiloFit:
             samples=algorithm.samples,
             seed=seed,
             frame=None if _inseparable(simulation) else Standardised.of(self._structured, self.shared.theta, self.shared.eta),
+            tilted=self._tilted(seed),
         )
         found = assess(case, correct)
         if self._own and not algorithm.samples:

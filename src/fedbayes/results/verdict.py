@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fedbayes.primitives import gaussian
-from fedbayes.results.correction import LEAST, MOST, ROUNDS, Ask, Corrected, Density, Frame, Sampler, corrected, smoothed
+from fedbayes.results.correction import LEAST, MOST, Ask, Corrected, Density, Frame, Sampler, Tilted, mended, smoothed
 from fedbayes.results.mixtures import Points
 
 GOOD, NOT_CONVERGED, TOO_SMALL, NOISE, NOT_CHECKED = (
@@ -65,6 +65,8 @@ class Case(NamedTuple):
     seed: int = 0
     frame: Frame | None = None
     """Coordinates of Z_G in which proposals are fitted too."""
+    tilted: Callable[[], Tilted] | None = None
+    """Draws from the prior times the silos' factors, where q is a product of them."""
 
 
 class Assessed(NamedTuple):
@@ -87,13 +89,14 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
     checks = _of_q(sampler) | {"reference": _described(found), **_own(case, sampler)}
     apart = compared(case, sampler, found)
     wanted = correct is True or (correct == "auto" and not (found.reliable and apart["error"] <= ASK))
-    if wanted and n <= MOST:
-        found = corrected(sampler, ROUNDS, least=2)
+    better = mended(sampler, case.tilted) if wanted else None
+    if better is not None:
+        found = better
         apart = compared(case, sampler, found)
         checks["reference"] = _described(found)
     checks |= {name: value for name, value in apart.items() if name != "error"}
     usable = found.reliable and (correct is True or not _blurred(apart))
-    taken = found if wanted and n <= MOST and usable else None
+    taken = found if better is not None and usable else None
     return Assessed(_verdict(case, checks, apart, found, taken, tried=wanted), taken)
 
 
@@ -286,7 +289,7 @@ def _next(word: str, case: Case, taken: Corrected | None, *, tried: bool = False
     if word == NOT_CHECKED:
         return "fit a second method or a richer family, and compare"
     if word == TOO_SMALL:
-        if not tried and n <= MOST:
+        if not tried and (n <= MOST or case.tilted is not None):
             return "correct it: fit.correct()"
         return "use a richer family (Family(moving_scale=True, bound=10)), EP, or another parametrisation of the model"
     if taken is not None:

@@ -1,0 +1,105 @@
+"""Draws of Z_G at the server from the prior itself times the silos' Gaussian factors, without asking anyone.
+
+    p(Z_G) Π_j t_j(Z_G),        Π_j t_j = q / t_0
+
+Where a hierarchy lies in the population (effects with a common scale, a horseshoe) the prior is a funnel, which the Gaussian
+t_0 cannot represent, while silos' factors are often close to Gaussian. NUTS samples in coordinates that suit each latent:
+those that silos say little about are taken on their standard scale (`models/frames.py`), the others as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from fedbayes.models import frames
+from fedbayes.models.structured import Structured
+from fedbayes.primitives import factored, gaussian, sampling, small
+from fedbayes.primitives.gaussian import Global, Natural
+from fedbayes.primitives.sampling import Chains, Health
+
+CHAINS, FIRST, DRAWS = 4, 300, 2000
+ACCEPT = 0.95
+"""Higher than in silos: a funnel has a neck, and the prior is cheap."""
+
+
+class Tilted(NamedTuple):
+    """Draws on the real line, log Π_j t_j of each, and how the chains mixed."""
+
+    z: Float[Array, "s n"]
+    log_factors: Float[Array, " s"]
+    health: Health
+
+
+def draws(structured: Structured, count: int, key: PRNGKeyArray, q: Global, factors: Natural) -> Tilted:
+    """`count` draws, from chains that are thinned.
+
+    Args:
+        structured: The model.
+        count: How many draws, at most `CHAINS * DRAWS`.
+        key: Of all that is random.
+        q: q(Z_G).
+        factors: Π_j t_j in q's coordinates.
+    """
+    return _draws(structured, frames.depth(structured), count, key, q, factors)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q: Global, factors: Natural) -> Tilted:
+    keys, n = jax.random.split(key, 4), q.mean.size
+    root = gaussian.root(q)
+    told = small.inverse_root(root)
+    precision = jnp.diagonal(told.T @ factors.precision @ told)
+    log_scale = frames.location_scale(structured, {}, q.mean)[1]
+    free = precision * jnp.exp(2 * log_scale) < 1  # less is known from the silos than from the prior
+
+    def log_tilted(x: Float[Array, " n"]) -> Float[Array, ""]:
+        z, slope = _placed(structured, depth, free, x)
+        value = structured.log_population({}, z) + slope + gaussian.log_factor(factors, factored.standardised(q, z))
+        return jnp.where(jnp.isfinite(value), value, -jnp.inf)
+
+    z = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(keys[0], (FIRST, n)))
+    x = jax.vmap(lambda one: _standardised(structured, free, one))(z)
+    chains = x[:CHAINS]
+    for number, most in ((1, FIRST), (2, DRAWS)):  # what the first draws tell of scales, the second are taken in
+        mean, spread = jnp.mean(x, axis=0), _root(x)
+        start = Chains(jax.vmap(lambda one, m=mean, r=spread: small.solve_lower(r, one - m))(chains), {}, jnp.float32(0.1), {})
+        density = lambda v, _, m=mean, r=spread: log_tilted(m + r @ v)  # noqa: E731
+        found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), jnp.int32(most), most, accept=ACCEPT)
+        x = mean[None] + found.u.reshape(-1, n) @ spread.T
+        chains = mean[None] + end.u @ spread.T
+    each = -(-count // CHAINS)
+    kept = jnp.linspace(0, DRAWS - 1, each).astype(jnp.int32)
+    x = x.reshape(CHAINS, DRAWS, n)[:, kept].reshape(-1, n)[:count]
+    z = jax.vmap(lambda one: _placed(structured, depth, free, one)[0])(x)
+    log_factors = jax.vmap(lambda one: gaussian.log_factor(factors, factored.standardised(q, one)))(z)
+    return Tilted(z, log_factors, sampling.health(found))
+
+
+def _root(x: Float[Array, "s n"]) -> Float[Array, "n n"]:
+    """A root of the draws' covariance; of their variances alone where it has none."""
+    x = x - jnp.mean(x, axis=0)[None]
+    covariance = x.T @ x / len(x)
+    variance = jnp.diagonal(covariance)
+    root = small.cholesky(covariance + 1e-4 * jnp.diag(variance))
+    return jnp.where(jnp.isfinite(root).all(), root, jnp.diag(jnp.sqrt(variance)))
+
+
+def _standardised(structured: Structured, free: Bool[Array, " n"], z: Float[Array, " n"]) -> Float[Array, " n"]:
+    location, log_scale = frames.location_scale(structured, {}, z)
+    return jnp.where(free, (z - location) * jnp.exp(-log_scale), z)
+
+
+def _placed(
+    structured: Structured, depth: int, free: Bool[Array, " n"], x: Float[Array, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, ""]]:
+    """z for x, and log |dz/dx|."""
+    z, log_scale = x, jnp.zeros(())
+    for _ in range(depth):
+        location, log_scale = frames.location_scale(structured, {}, z)
+        z = jnp.where(free, location + jnp.exp(log_scale) * x, x)
+    return z, jnp.sum(jnp.where(free, log_scale, 0.0))
