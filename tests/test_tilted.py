@@ -53,7 +53,7 @@ def test_levels_of_a_hierarchy_are_counted():
         return numpyro.sample("a", dist.Normal(0.0, 1.0)), numpyro.sample("b", dist.Normal(0.0, 3.0))
 
     def three():
-        top = numpyro.sample("top", dist.HalfNormal(1.0))
+        top = numpyro.sample("top", dist.HalfNormal(2.0))
         middle = numpyro.sample("middle", dist.Normal(0.0, top))
         return numpyro.sample("bottom", dist.Normal(middle, jnp.exp(middle)))
 
