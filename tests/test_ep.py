@@ -12,8 +12,10 @@ import pytest
 from hierarchy import DEVIATION, MEAN, OWN, WEIGHT, Y, partition, population, silo
 
 import fedbayes as fb
+from fedbayes import wire
+from fedbayes.engine.silo_data import plan
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, sampling
+from fedbayes.primitives import factored, gaussian, sampling, tilted
 from fedbayes.primitives.gaussian import Natural
 
 QUICK = {"draws": 40, "most": 80}
@@ -201,3 +203,15 @@ def test_the_default_is_said_where_it_is_not_ep(caplog):
 def test_settings_are_checked():
     with pytest.raises(UserError, match="most is 50, but it is at least draws"):
         fb.EP(population, silo, draws=100, most=50)
+
+
+def test_numbers_keep_the_users_precision():
+    """Chains and factors in double precision where JAX has it, from shapes alone; the verdict's draws too."""
+    with jax.enable_x64(True):
+        algorithm = plan(fb.EP(population, silo), partition(3, 3), 3)
+        data = {"y": jnp.zeros(3)}
+        sent = wire.manifest(algorithm, algorithm.prepared(data))
+        assert {leaf.dtype for leaf in sent if leaf.path.startswith(("change", "noise", "shared"))} == {"float64"}
+        q, factors = gaussian.init_global(1, full=True), factored.flat(1)
+        found = jax.eval_shape(lambda key: tilted.draws(algorithm.structured, 40, key, q, factors), jax.random.key(0))
+        assert found.z.dtype == jnp.float64

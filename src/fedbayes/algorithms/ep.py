@@ -143,8 +143,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         q, prior = factored.prior_start(self.structured, key)
         zero = jnp.zeros(())
         where = (
-            jnp.float32(self.damping),
-            jnp.float32(self.draws),
+            jnp.full((), self.damping, float),
+            jnp.full((), self.draws, float),
             zero,
             zero,
             zero,
@@ -158,7 +158,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         n = self.structured.size()
         z_L = {name: jnp.zeros((self.chains, count, d)) for name, (count, d) in self.structured.blocks(data).items()}
         chains = Chains(
-            jnp.zeros((self.chains, n)), z_L, jnp.float32(0.1), {name: jnp.ones(z.shape[1:]) for name, z in z_L.items()}
+            jnp.zeros((self.chains, n)), z_L, jnp.full((), 0.1, float), {name: jnp.ones(z.shape[1:]) for name, z in z_L.items()}
         )
         one, q = factored.flat(n), gaussian.init_global(n, full=True)
         eta = FAMILY.init_local(key, self.structured, data)
@@ -186,7 +186,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Any) -> Local:
         """Chains of a silo that may never have trained, with what its own data says of Z_G; nothing is sent."""
-        _, new = self.client(key, down._replace(draws=jnp.float32(self.most)), local, data)
+        _, new = self.client(key, down._replace(draws=jnp.full((), self.most, float)), local, data)
         return new._replace(change=factored.flat(self.structured.size()))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Any) -> Any:

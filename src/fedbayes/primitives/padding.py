@@ -186,15 +186,13 @@ def _terms(structured: Structured, form: Form, arrays: tuple[Array, ...], point:
     """Each site's terms with latents at 0, or at random numbers that are the same for the elements of both sizes."""
     data = put_together(form, arrays)
     normal = np.random.default_rng(point)
-    z_G = (
-        jnp.zeros(structured.size()) if point is None else jnp.asarray(0.3 * normal.normal(size=structured.size()), jnp.float32)
-    )
+    z_G = jnp.zeros(structured.size()) if point is None else jnp.asarray(0.3 * normal.normal(size=structured.size()), float)
     real = {}
     for one in structured.local_latents(data):
         numbers = (
             np.zeros(one.shape) if point is None else 0.3 * normal.normal(size=room[one.name])[tuple(map(slice, one.shape))]
         )
-        real[one.name] = jnp.asarray(numbers, jnp.float32)
+        real[one.name] = jnp.asarray(numbers, float)
     return structured.elements({}, z_G, real, data)
 
 

@@ -67,7 +67,9 @@ def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q:
     chains = x[:CHAINS]
     for number, most in ((1, FIRST), (2, DRAWS)):  # what the first draws tell of scales, the second are taken in
         mean, spread = jnp.mean(x, axis=0), _root(x)
-        start = Chains(jax.vmap(lambda one, m=mean, r=spread: small.solve_lower(r, one - m))(chains), {}, jnp.float32(0.1), {})
+        start = Chains(
+            jax.vmap(lambda one, m=mean, r=spread: small.solve_lower(r, one - m))(chains), {}, jnp.full((), 0.1, float), {}
+        )
         density = lambda v, _, m=mean, r=spread: log_tilted(m + r @ v)  # noqa: E731
         found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), jnp.int32(most), most, accept=ACCEPT)
         x = mean[None] + found.u.reshape(-1, n) @ spread.T
