@@ -207,7 +207,7 @@ def test_settings_are_checked():
 
 def test_numbers_keep_the_users_precision():
     """Chains and factors in double precision where JAX has it, from shapes alone; the verdict's draws too."""
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         algorithm = plan(fb.EP(population, silo), partition(3, 3), 3)
         data = {"y": jnp.zeros(3)}
         sent = wire.manifest(algorithm, algorithm.prepared(data))
