@@ -20,7 +20,7 @@ from fedbayes.models import frames
 from fedbayes.models.structured import Structured
 from fedbayes.primitives import factored, gaussian, sampling, small
 from fedbayes.primitives.gaussian import Global, Natural
-from fedbayes.primitives.sampling import Chains, Health
+from fedbayes.primitives.sampling import Chains, Draws, Health
 
 CHAINS, FIRST, DRAWS = 4, 300, 2000
 ACCEPT = 0.95
@@ -64,31 +64,40 @@ def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q:
 
     z = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(keys[0], (FIRST, n)))
     x = jax.vmap(lambda one: _standardised(structured, free, one))(z)
-    chains = x[:CHAINS]
-    for number, most in ((1, FIRST), (2, DRAWS)):  # what the first draws tell of scales, the second are taken in
-        mean, spread = jnp.mean(x, axis=0), _root(x)
-        start = Chains(
-            jax.vmap(lambda one, m=mean, r=spread: small.solve_lower(r, one - m))(chains), {}, jnp.full((), 0.1, float), {}
-        )
-        density = lambda v, _, m=mean, r=spread: log_tilted(m + r @ v)  # noqa: E731
-        found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), jnp.int32(most), most, accept=ACCEPT)
-        x = mean[None] + found.u.reshape(-1, n) @ spread.T
-        chains = mean[None] + end.u @ spread.T
+
+    def stage(carry: tuple[Array, Array, Array], number: Array) -> tuple[tuple[Array, Array, Array], Draws]:
+        """Chains in coordinates with the mean and the root of what was drawn before."""
+        mean, spread, chains = carry
+        v = jax.vmap(lambda one: small.solve_lower(spread, one - mean))(chains)
+        start = Chains(v, {}, jnp.full((), 0.1, float), {})
+        density = lambda v, _: log_tilted(mean + spread @ v)  # noqa: E731
+        room = jnp.array([FIRST, DRAWS])[number]
+        found, end = sampling.nuts(density, keys[1 + number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT)
+        x = mean[None, None] + found.u @ spread.T
+        weight = jnp.broadcast_to(sampling.draw_mask(found), x.shape[:2]).reshape(-1)
+        return (*_moments(x.reshape(-1, n), weight.astype(x.dtype)), mean[None] + end.u @ spread.T), found._replace(u=x)
+
+    begin = (*_moments(x, jnp.ones(FIRST)), x[:CHAINS])
+    _, both = jax.lax.scan(stage, begin, jnp.arange(2))  # a loop, so that NUTS is compiled once
+    found = jax.tree.map(lambda leaf: leaf[1], both)
+    x = found.u
     each = -(-count // CHAINS)
     kept = jnp.linspace(0, DRAWS - 1, each).astype(jnp.int32)
-    x = x.reshape(CHAINS, DRAWS, n)[:, kept].reshape(-1, n)[:count]
+    x = x[:, kept].reshape(-1, n)[:count]
     z = jax.vmap(lambda one: _placed(structured, depth, free, one)[0])(x)
     log_factors = jax.vmap(lambda one: gaussian.log_factor(factors, factored.standardised(q, one)))(z)
     return Tilted(z, log_factors, sampling.health(found))
 
 
-def _root(x: Float[Array, "s n"]) -> Float[Array, "n n"]:
-    """A root of the draws' covariance; of their variances alone where it has none."""
-    x = x - jnp.mean(x, axis=0)[None]
-    covariance = x.T @ x / len(x)
+def _moments(x: Float[Array, "s n"], weight: Float[Array, " s"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+    """The mean and a root of the covariance; of the variances alone where that has none."""
+    weight = weight / jnp.sum(weight)
+    mean = weight @ x
+    x = x - mean[None]
+    covariance = jnp.einsum("s,si,sj->ij", weight, x, x)
     variance = jnp.diagonal(covariance)
     root = small.cholesky(covariance + 1e-4 * jnp.diag(variance))
-    return jnp.where(jnp.isfinite(root).all(), root, jnp.diag(jnp.sqrt(variance)))
+    return mean, jnp.where(jnp.isfinite(root).all(), root, jnp.diag(jnp.sqrt(variance)))
 
 
 def _standardised(structured: Structured, free: Bool[Array, " n"], z: Float[Array, " n"]) -> Float[Array, " n"]:
