@@ -73,7 +73,7 @@ def test_state_and_scores_are_the_simulators(name, model, clients, everyone, tmp
         assert found == pytest.approx(groups["participating"]["log_score"]["rows"], abs=1e-4)
 
 
-@methods("silos", often=("pvi",))
+@methods("silos", often=("sfvi",))
 def test_structured_models_are_the_simulators(name, tmp_path):
     data = partition(5, 4, 3)
     algorithm = plan(TABLE[name](population, silo), data, ROUNDS)

@@ -34,6 +34,8 @@ STUCK = 0.05
 """A share of transitions that moved below which a silo keeps its factor."""
 UNMIXED, SKEWED = 1.1, 1.0
 """A split r-hat, and a skewness of a tilted marginal, above which a silo is counted."""
+NEAR = 0.1
+"""Standard deviations of the prior within which chains start: a wide prior's draws are far from any data."""
 BEYOND = 3.0
 """Standard errors beyond which a movement of q is more than noise."""
 
@@ -220,7 +222,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
         for_start, for_chains = jax.random.split(key)
         first = local.visits == 0
-        fresh_u = 0.3 * jax.random.normal(for_start, local.chains.u.shape)
+        fresh_u = NEAR * jax.random.normal(for_start, local.chains.u.shape)
         prior = lambda key, u: self.structured.prior_local(key, {}, gaussian.draw_global(q, u), data)  # noqa: E731
         fresh_L = jax.vmap(prior)(jax.random.split(for_start, self.chains), fresh_u)
         u = jax.vmap(lambda u: factored.standardised(q, gaussian.draw_global(local.q, u)))(local.chains.u)

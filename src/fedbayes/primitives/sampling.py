@@ -20,12 +20,14 @@ from fedbayes.primitives import gaussian, small
 from fedbayes.primitives.gaussian import Global, Local, Natural
 from fedbayes.trees import finite, other_peoples_code
 
-WINDOWS = ((30, 20, 30, 60, 40), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
+WINDOWS = ((75, 25, 50, 75, 50), (20, 0, 0, 40, 30), (20, 0, 0, 40, 30), (30, 0, 0, 0, 0))
 """Steps of the windows of a warm-up: the first, the second, the third, and all later ones."""
 LEARNS_MASS = (False, True, True, True, False)
 """Whether the mass matrix is computed anew after a window."""
 DEPTH = (6, 10)
 """Doublings of a trajectory, at most: while warming up, and of a draw."""
+EARLY = 2
+"""Visits up to which draws too have the trajectories of a warm-up: scales are not known yet, and long ones would be in vain."""
 ACCEPT = 0.85
 LARGEST = 99.0
 """The r-hat of chains that do not move."""
@@ -74,6 +76,7 @@ def nuts(
     most: int,
     *,
     accept: float = ACCEPT,
+    patient: bool = False,
 ) -> tuple[Draws, Chains]:
     """`count` draws a chain, `most` at most, of a density over Z_G (standardised, so that its covariance is near I) and Z_L.
 
@@ -85,6 +88,7 @@ def nuts(
         count: Draws to take.
         most: The room that is made for them.
         accept: The mean acceptance that the step size is chosen for.
+        patient: Whether draws may have long trajectories at the first visits too.
     """
     chains, n = start.u.shape
     names = tuple(sorted(start.z))
@@ -122,7 +126,7 @@ def nuts(
         )
 
     # One loop over windows around one loop over steps, so that the kernel is compiled once. The last window draws.
-    last = len(LEARNS_MASS)
+    last, patient = len(LEARNS_MASS), (visits >= EARLY) | jnp.asarray(patient)
     lengths = jnp.append(jnp.array(WINDOWS)[jnp.minimum(visits, len(WINDOWS) - 1)], count)
     learns = jnp.append(jnp.array(LEARNS_MASS), False) & (lengths > 0)
     room = {name: jnp.zeros((chains, most, *leaf.shape[1:])) for name, leaf in z.items()}
@@ -138,7 +142,7 @@ def nuts(
             state, average, sums, store = carry
             used = jnp.where(number == last, step_size, jnp.exp(average[0]))
             before = state.potential_energy
-            state = move(state, used, mass, number == last)
+            state = move(state, used, mass, (number == last) & patient)
             with other_peoples_code():
                 average = ss_update(accept - jnp.mean(state.accept_prob), average)
             g, l = state.z["G"] - origin[0][None], flat(state.z) - origin[1][None]  # noqa: E741

@@ -72,7 +72,7 @@ def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q:
         start = Chains(v, {}, jnp.full((), 0.1, float), {})
         density = lambda v, _: log_tilted(mean + spread @ v)  # noqa: E731
         room = jnp.array([FIRST, DRAWS])[number]
-        found, end = sampling.nuts(density, keys[1 + number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT)
+        found, end = sampling.nuts(density, keys[1 + number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT, patient=True)
         x = mean[None, None] + found.u @ spread.T
         weight = jnp.broadcast_to(sampling.draw_mask(found), x.shape[:2]).reshape(-1)
         return (*_moments(x.reshape(-1, n), weight.astype(x.dtype)), mean[None] + end.u @ spread.T), found._replace(u=x)
