@@ -126,7 +126,7 @@ def nuts(
         )
 
     # One loop over windows around one loop over steps, so that the kernel is compiled once. The last window draws.
-    last, patient = len(LEARNS_MASS), (visits >= EARLY) | jnp.asarray(patient)
+    last, far = len(LEARNS_MASS), (visits >= EARLY) | jnp.asarray(patient)
     lengths = jnp.append(jnp.array(WINDOWS)[jnp.minimum(visits, len(WINDOWS) - 1)], count)
     learns = jnp.append(jnp.array(LEARNS_MASS), False) & (lengths > 0)
     room = {name: jnp.zeros((chains, most, *leaf.shape[1:])) for name, leaf in z.items()}
@@ -142,7 +142,7 @@ def nuts(
             state, average, sums, store = carry
             used = jnp.where(number == last, step_size, jnp.exp(average[0]))
             before = state.potential_energy
-            state = move(state, used, mass, (number == last) & patient)
+            state = move(state, used, mass, (number == last) & far)
             with other_peoples_code():
                 average = ss_update(accept - jnp.mean(state.accept_prob), average)
             g, l = state.z["G"] - origin[0][None], flat(state.z) - origin[1][None]  # noqa: E741
