@@ -1,5 +1,6 @@
 """Tests run with strict promotion of types and ranks, with shapes checked at run time, and with one compilation cache."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -43,16 +44,25 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"there is no test of {name!r}; add its row to tests/table.py")
 
 
-MEMORY = 3 * 2**30
-"""Bytes of a worker beyond which it forgets what it compiled; hundreds of tests would take twice as much and more."""
+MEMORY, MORE = 3 * 2**30, 2**30
+"""Bytes of a worker beyond which it forgets what it compiled, hundreds of tests would take twice as much; and how many more
+it may then take before it does so again, as not all of it comes back."""
+allowed = MEMORY
+
+
+def used():
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.exists() else 0
 
 
 @pytest.fixture(autouse=True)
 def within_memory():
+    global allowed
     yield
-    statm = Path("/proc/self/statm")
-    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > MEMORY:
+    if used() > allowed:
         jax.clear_caches()
+        gc.collect()
+        allowed = max(MEMORY, used() + MORE)
 
 
 @pytest.fixture(scope="session")

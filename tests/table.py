@@ -54,7 +54,7 @@ TABLE = {
     "pvi": lambda population, silo: fb.PVI(population, silo, steps=5),
 }
 
-OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedvi", "bpfed", "sfvi", "pvi")
+OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedvi", "bpfed", "pvi")
 """Methods of different shapes, for which `make test` runs all common tests."""
 
 

@@ -228,8 +228,8 @@ def test_groups_by_index_are_diagnosed_and_keep_their_posterior_for_new_rows():
         for silo in (indexed, plated)
     ]
     found, expected = (fit.diagnose(500) for fit in fits)
-    assert found["ess"] == pytest.approx(expected["ess"], abs=0.1)
-    assert found["khat"] < 0.7
+    assert found == pytest.approx(expected, abs=1e-2)  # the same model, in which groups are a plate of rows
+    assert found["ess"] > 0.8
     new = {"y": None, "group": np.array([0, 5], np.int32), "table": silos["s0"]["table"]}
 
     def predicts(shared, data):

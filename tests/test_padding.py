@@ -58,6 +58,7 @@ def test_rows_and_units_that_were_added_change_no_term():
         np.testing.assert_allclose(longer["groups"][count:], normal[count:], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_silos_state_has_its_own_sizes():
     algorithm = fb.EP(spread, groups_by_index)
     simulation = SiloSimulation(plan(algorithm, SILOS, 3), SILOS)
