@@ -45,11 +45,12 @@ def write(known: dict[tuple[str, str, str, int], Row], label: str) -> int:
     put(PAGE, "judges", judges())
     put(PAGE, "summary", summary(rows))
     for method in TITLES:
-        if f"<!-- {method} -->" in PAGE.read_text():
+        if f"<!-- {method} -->" in PAGE.read_text() and any(name == method for _, name in rows):
             put(PAGE, method, details(rows, method))
     put(PAGE, "verdicts", verdicts(rows))
-    put(PAGE, "before", summary(before))
-    put(PAGE, "verdicts before", verdicts(before))
+    if before:
+        put(PAGE, "before", summary(before))
+        put(PAGE, "verdicts before", verdicts(before))
     print(f"wrote {PAGE}")
     return 0
 

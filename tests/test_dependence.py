@@ -221,6 +221,7 @@ def test_a_deployed_site_finds_the_structure_itself(tmp_path):
     fb.wire.check(fb.wire.manifest(algorithm, site.data.train))
 
 
+@pytest.mark.slow
 def test_groups_by_index_are_diagnosed_and_keep_their_posterior_for_new_rows():
     silos = {"s0": rows_of(1), "s1": rows_of(2)}
     fits = [

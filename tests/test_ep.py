@@ -25,7 +25,7 @@ on_one_worker = pytest.mark.xdist_group("hierarchy-by-ep")
 """Of what shares a fit."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hierarchy():
     return fb.fit(population, silo, partition(4, 4, 4))
 

@@ -44,7 +44,10 @@ def test_a_model_file_runs(name, tmp_path, capsys):
     assert name in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", FILES)
+LONG = ("hospitals", "six_cities", "heart_disease")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in FILES])
 def test_a_model_file_s_round_is_traced(name, capsys):
     """The model over its silos and a round of its algorithm, without compiling it."""
     needs_data(name)
