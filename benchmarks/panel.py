@@ -6,7 +6,7 @@
     python benchmarks/panel.py --report                                          # write docs/results/panel.md
 
 A cell runs in a process of its own with a time limit, because compiled programs stay in memory. Its figures are appended to
-runs/panel/results.jsonl under `--label`; a cell that is there under the same label is not run again (`--again` does).
+benchmarks/panel.jsonl under `--label`; a cell that is there under the same label is not run again (`--again` does).
 
 Means and standard deviations are compared on the real line, where a positive latent is its logarithm, and on the latents' own
 scale: means in standard deviations of the judge, standard deviations as ratios.
@@ -145,26 +145,23 @@ def compare(model: Model, found: Draws, judged: Judge) -> dict[str, Any]:
     With a closed form, that is the judge. A point estimate is compared on its own scale and has no standard deviation.
     """
     given = {latent.name: found[latent.name] for latent in model.structured.global_latents()}
-    scales = {
-        "real": (on_real_line(model, given), on_real_line(model, judged.draws)),
-        "own": (given, {name: judged.draws[name] for name in given}),
-    }
-    points = {label: (value, right) for (label, value), (_, right) in zip(*map(numbers, scales["own"]), strict=True)}
+    scales = {"real": (on_real_line(model, given), judged.real), "own": (given, judged.own)}
+    points = dict(numbers(given))
     figures: dict[str, dict[str, list[float | None]]] = {}
     for scale, (draws, truth) in scales.items():
         figures[scale] = {}
-        for (label, value), (_, right) in zip(numbers(draws), numbers(truth), strict=True):
-            mean, sd = (model.exact or {}).get(label, (right.mean(), right.std()))
+        for label, value in numbers(draws):
+            mean, sd = (model.exact or {}).get(label, truth[label])
             if sd < 1e-9 or (scale == "own" and label.split("[")[0] in model.heavy):
                 continue
             off, ratio = (value.mean() - mean) / sd, value.std() / sd
             if not np.isfinite(value).all() or ratio < 1e-6:  # nothing, or a point
                 ratio = None
                 if label in points:
-                    value, right = points[label]
-                    off = (value.mean() - right.mean()) / right.std()
+                    off = (points[label].mean() - judged.own[label][0]) / judged.own[label][1]
             figures[scale][label] = [float(off) if np.isfinite(off) else None, None if ratio is None else float(ratio)]
-    return {f"{key} {scale}": value for scale in figures for key, value in worst(figures[scale]).items()} | {"figures": figures}
+    found = {f"{key} {scale}": value for scale in figures for key, value in worst(figures[scale]).items()}
+    return found | {"latents": figures["real"]}
 
 
 def worst(figures: dict[str, list[float | None]]) -> dict[str, Any]:
@@ -205,7 +202,7 @@ def cell(name: str, method: str, seed: int) -> Iterator[dict[str, Any]]:
             "seconds": seconds,
             "compiling": min(compiling, seconds),
             "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-            "facts": found.facts,
+            "word": (found.facts.get("verdict") or {}).get("verdict"),
             "nuts": {key: judged.facts[key] for key in ("seconds", "compiling", "ess", "draws")},
         }
 
@@ -243,7 +240,7 @@ def main() -> int:
     parser.add_argument("--label", default="now", help="which version of fedbayes the figures are of")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for a cell")
     parser.add_argument("--again", action="store_true", help="run cells that have figures too")
-    parser.add_argument("--out", type=Path, default=FOLDER / "results.jsonl")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--report", action="store_true", help="write docs/results/panel.md")
     parser.add_argument("--cell", nargs=3, metavar=("MODEL", "METHOD", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     FEDBAYES_DATA=<folder> python benchmarks/panel_judges.py [MODEL ...]
 
 Four chains in double precision, each warmed up for 1000 iterations, are continued until the Monte Carlo error of every global
-latent's mean and standard deviation, on the real line, is below `ERROR` posterior standard deviations. The draws are kept below
-runs/panel/judges, and computed again only for a model that has changed.
+latent's mean and standard deviation, on the real line, is below `ERROR` posterior standard deviations. Means and standard
+deviations are kept in benchmarks/panel_judges.json; a model that has changed is sampled again.
 """
 
 from __future__ import annotations
@@ -25,22 +25,38 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, init_to_median
 from panel_models import MODELS, Model, load
 
+from fedbayes.files import write
 from fedbayes.models.structured import numbers
 
 FOLDER = Path(__file__).parent.parent / "runs" / "panel"
+JUDGES = Path(__file__).with_name("panel_judges.json")
 CHAINS, WARMUP, BLOCK, MOST = 4, 1000, 3000, 60_000
 ERROR = 0.02
 """Largest Monte Carlo error of a judge's mean and standard deviation, in standard deviations."""
 COMPILING = ("/jax/core/compile/",)
 
 
+Moments = dict[str, tuple[float, float]]
+"""Mean and standard deviation of each number."""
+
+
 class Judge(NamedTuple):
-    """What NUTS says of a model."""
+    """The pooled posterior of a model's global latents."""
+
+    real: Moments
+    """On the real line."""
+    own: Moments
+    """On the latents' own scale."""
+    facts: dict[str, Any]
+    """Seconds, effective sample sizes, r-hat, divergences."""
+
+
+class Sampled(NamedTuple):
+    """Draws of NUTS on the pooled rows."""
 
     draws: dict[str, np.ndarray]
     """Of each global latent, all chains after each other."""
     facts: dict[str, Any]
-    """Seconds, effective sample sizes, r-hat, divergences."""
 
 
 @functools.cache
@@ -117,7 +133,7 @@ def errors(chains: dict[str, np.ndarray]) -> tuple[float, float, float, float]:
     return float(worst_mean), float(worst_sd), float(least), r_hat
 
 
-def sample(model: Model, chains: int, warmup: int, block: int, error: float | None, seed: int = 0) -> Judge:
+def sample(model: Model, chains: int, warmup: int, block: int, error: float | None, seed: int = 0) -> Sampled:
     """NUTS on the pooled rows, one chain after the other; with `error`, continued until the Monte Carlo error is below it."""
     names = [one.name for one in model.structured.global_latents()]
     kernel = NUTS(
@@ -173,7 +189,7 @@ def sample(model: Model, chains: int, warmup: int, block: int, error: float | No
         "steps": float(np.mean(steps)),
         "double": double_precision(),
     }
-    return Judge({name: value.reshape(-1, *value.shape[2:]) for name, value in whole.items()}, facts)
+    return Sampled({name: value.reshape(-1, *value.shape[2:]) for name, value in whole.items()}, facts)
 
 
 def double_precision() -> bool:
@@ -181,20 +197,28 @@ def double_precision() -> bool:
     return bool(jax.numpy.zeros(()).dtype == np.float64)
 
 
+def moments(draws: dict[str, Any]) -> Moments:
+    """Mean and standard deviation of each number."""
+    return {label: (float(value.mean()), float(value.std())) for label, value in numbers(draws)}
+
+
+def known() -> dict[str, Judge]:
+    """The judges that have been sampled, by model."""
+    stored = json.loads(JUDGES.read_text()) if JUDGES.exists() else {}
+    return {name: Judge(one["real"], one["own"], one["facts"]) for name, one in stored.items()}
+
+
 def judge(model: Model) -> Judge:
-    """The judge of a model from the cache, or sampled now, for which JAX must be in double precision."""
-    file = FOLDER / "judges" / f"{model.name}.npz"
-    if file.exists():
-        with np.load(file) as archive:
-            facts = json.loads(str(archive["facts"]))
-            if same(model, facts):
-                return Judge({name: archive[name] for name in archive.files if name != "facts"}, facts)
+    """The judge of a model from the file, or sampled now, for which JAX must be in double precision."""
+    found = known().get(model.name)
+    if found is not None and same(model, found.facts):
+        return found
     if not double_precision():
         raise SystemExit(f"there is no judge for {model.name} yet; run benchmarks/panel_judges.py {model.name}")
-    found = sample(model, CHAINS, WARMUP, BLOCK, ERROR)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, Any] = {**found.draws, "facts": json.dumps(found.facts)}
-    np.savez_compressed(file, **arrays)
+    sampled = sample(model, CHAINS, WARMUP, BLOCK, ERROR)
+    found = Judge(moments(on_real_line(model, sampled.draws)), moments(sampled.draws), sampled.facts)
+    every = {name: one._asdict() for name, one in {**known(), model.name: found}.items()}
+    write(JUDGES, (json.dumps(every, indent=1) + "\n").encode())
     return found
 
 
@@ -205,9 +229,9 @@ def main() -> int:
         model = load(name)
         found = judge(model)
         print(json.dumps(found.facts))
-        for scale, draws in (("own scale", found.draws), ("real line", on_real_line(model, found.draws))):
-            for label, value in numbers(draws):
-                print(f"    {scale:12}{label:24}{value.mean():10.3f}{value.std():10.3f}")
+        for scale, numbers_of in (("own scale", found.own), ("real line", found.real)):
+            for label, (mean, sd) in numbers_of.items():
+                print(f"    {scale:12}{label:24}{mean:10.3f}{sd:10.3f}")
     return 0
 
 

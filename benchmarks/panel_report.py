@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import MISSING, put
-from panel_judges import FOLDER
+from panel_judges import known
 from panel_models import MODELS, load
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "panel.md"
@@ -85,12 +83,8 @@ def models() -> str:
 def judges() -> str:
     """How good the judges are."""
     lines = []
-    for name in MODELS:
-        file = FOLDER / "judges" / f"{name}.npz"
-        if not file.exists():
-            continue
-        with np.load(file) as archive:
-            facts = json.loads(str(archive["facts"]))
+    for name, judge in known().items():
+        facts = judge.facts
         seconds = f"{facts['seconds']:.0f} + {facts['compiling']:.0f}"
         figures = [f"{facts['error_mean']:.3f}", f"{facts['error_sd']:.3f}", f"{facts['ess']:.0f}", f"{facts['r_hat']:.3f}"]
         lines.append([load(name).title, f"4 × {facts['draws']:,}", *figures, str(facts["divergent"]), seconds])
@@ -193,10 +187,7 @@ def details(rows: Rows, method: str) -> str:
 
 def short(row: Row) -> str:
     """A verdict in a word or two."""
-    told = (row.get("facts") or {}).get("verdict")
-    if isinstance(told, dict):
-        return str(told["verdict"])
-    return {None: "not checked", True: "warned", False: "good"}[row["warned"]]
+    return str(row["word"]) if row.get("word") else {None: "not checked", True: "warned", False: "good"}[row["warned"]]
 
 
 def verdicts(rows: Rows) -> str:
