@@ -21,11 +21,10 @@ class Direct:
     def ask(self, request, patience):
         for number, facts in request.facts.items():
             site = self.places[number]
-            expected = site.experiment.evidence_down if request.kind == "evidence" else site.experiment.down
-            down = wire.assemble(request.arrays, expected, "the broadcast")
+            down = wire.assemble(request.arrays, site.experiment.received(request.kind), "the broadcast")
             self.seen.append(request.arrays)
             given = (facts["run"], facts["round"], facts["counted"], down)
-            what = {"round": site.train, "score": site.score, "evidence": site.evidence}[request.kind]
+            what = {"round": site.train, "score": site.score, "evidence": site.evidence, "choose": site.choose}[request.kind]
             try:
                 answer = what(*given)
             except UserError as problem:

@@ -9,6 +9,7 @@ model over silos. The simulator, the wire, Flower and the evaluation are written
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import enum
 import functools
@@ -16,7 +17,7 @@ import numbers
 import operator
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
@@ -83,8 +84,11 @@ def fact(name: str, needed_by: str | None = None) -> Any:
     )
 
 
-def setting(default: Any, *others: str, which: str = "", **limits: float) -> Any:
+def setting(default: Any, *others: str, which: str = "", choose: Any = (), **limits: float) -> Any:
     """A field with other choices beside its default, or limits for a number; `which` says what the number does.
+
+    A setting of `adapt` that a federation may choose has candidates in `choose`: numbers, the first of which does not adapt at
+    all; or, for settings inside a dataclass, a dict of such. See engine/choose.py.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Pull:
@@ -93,7 +97,8 @@ def setting(default: Any, *others: str, which: str = "", **limits: float) -> Any
     Traceback (most recent call last):
     fedbayes.errors.UserError: lam is -1.0, but it weighs a squared distance and must be at least 0
     """
-    return dataclasses.field(default=default, metadata={"choices": (default, *others), "limits": limits, "which": which})
+    metadata = {"choices": (default, *others), "limits": limits, "which": which, "choose": choose}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 LIMITS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "most": ("at most", operator.le)}
@@ -335,3 +340,17 @@ def plan(config: D, facts: dict[str, Any]) -> D:
         return config
     with warnings.catch_warnings(action="ignore"):  # what they have to say was said when they were first made
         return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def settled(config: D, settings: Mapping[str, Any]) -> D:
+    """A copy with other values of some settings, by dotted name; values may be traced, so none is checked.
+
+    >>> from fedbayes.primitives.training import Training
+    >>> settled(Training(), {"lr": 0.5}).lr
+    0.5
+    """
+    changed = copy.copy(config)
+    for name, value in settings.items():
+        first, _, rest = name.partition(".")
+        object.__setattr__(changed, first, settled(getattr(changed, first), {rest: value}) if rest else value)
+    return changed

@@ -30,7 +30,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Params, setting
 from fedbayes.primitives.averaging import Averaging, Down, Up
 from fedbayes.primitives.optimisers import move
-from fedbayes.primitives.training import Training, local_steps, mean_loss
+from fedbayes.primitives.training import Training, local_steps, mean_loss, tuning
 
 
 class Local(NamedTuple):
@@ -58,7 +58,7 @@ class APFL(Averaging[Local]):
     """When α moves: with the first minibatch of a round, or with each."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round; α takes plain steps of the same size."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Training of the client's own model and of α in `adapt`."""
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
@@ -110,7 +110,7 @@ class APFL(Averaging[Local]):
             return w, new_v, new_alpha, of_w, of_v, total, steps + 1
 
         start = (w, own.v, own.alpha, optimiser.init(w), optimiser.init(own.v), jnp.float32(0), jnp.float32(0))
-        w, v, alpha, _, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
+        w, v, alpha, _, _, total, steps = local_steps(step, start, key, data, training.batch, training.passes(data))
         return w, Local(v, alpha, own.own), total / jnp.maximum(steps, 1)
 
 

@@ -39,7 +39,7 @@ from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.primitives import gaussian, gaussian_network
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.training import Training, rows
+from fedbayes.primitives.training import Training, rows, tuning
 
 
 class Server(NamedTuple):
@@ -114,7 +114,7 @@ class BPFed(Stepping[Server, Local, Down, Up]):
     """First part of a client's round, on the personal layers; only with `alternate`."""
     train: Training = Training(epochs=10, optimiser="adam", batch=50, lr=0.001)
     """A client's round."""
-    tune: Training = Training(epochs=20, optimiser="adam", batch=50, lr=0.001)
+    tune: Training = tuning(epochs=20, optimiser="adam", batch=50, lr=0.001)
     """Fitting the personal layers in `adapt`."""
     tune_rounds: int = setting(1, least=1)
     """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Params, setting
 from fedbayes.primitives.averaging import Averaging, Down, Up
-from fedbayes.primitives.training import Training, fit, pull
+from fedbayes.primitives.training import Training, fit, pull, tuning
 
 
 class Local(NamedTuple):
@@ -49,7 +49,7 @@ class Ditto(Averaging[Local]):
     """A client's round."""
     personal_epochs: int = setting(1, least=0, which="counts epochs")
     """Epochs of a round on the client's own model, otherwise trained as w is."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Training of the client's own model in `adapt`, with the same pull."""
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:

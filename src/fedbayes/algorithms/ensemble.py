@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import Data, Mean, Params, setting
 from fedbayes.primitives.several import Down, Grouped, one_of
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, tuning
 
 NONE = -1.0
 """u of a client that has not drawn it."""
@@ -63,7 +63,7 @@ class Ensemble(Grouped[Local, Up]):
     """What a client predicts with and fine-tunes: its group's network or all of them."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:

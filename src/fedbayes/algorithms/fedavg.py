@@ -19,7 +19,7 @@ from jaxtyping import PRNGKeyArray
 
 from fedbayes.algorithm import Data
 from fedbayes.primitives.averaging import Averaging, Down, FineTuning, Local, Server, Up
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FedAvg(Averaging[Local], FineTuning[Server, Down, Up]):
 
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Params, setting
 from fedbayes.primitives.averaging import Local, Stepping
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, tuning
 
 
 class Server(NamedTuple):
@@ -64,7 +64,7 @@ class FedBABU(Stepping[Server, Local, Down, Up]):
     """The head at its start, kernel and bias, is multiplied by this."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning in `adapt`."""
     part: Literal["full", "body", "head"] = setting("full", "body", "head")
     """What `adapt` fine-tunes."""

@@ -29,7 +29,7 @@ from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model
 from fedbayes.primitives.averaging import Down, FineTuning, Local
-from fedbayes.primitives.training import Training, fit, in_blocks, local_steps, masked_mean, rows
+from fedbayes.primitives.training import Training, fit, in_blocks, local_steps, masked_mean, rows, tuning
 
 FALL = 0.4
 """The last step of a cycle, as a share of the first."""
@@ -79,7 +79,7 @@ class FedBE(FineTuning[Server, Down, Up]):
     """Whether the distilled model is the mean over cycles of steps, or where the steps end."""
     cycle: int = setting(25, least=1)
     """Steps in a cycle of `swa`."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -167,7 +167,7 @@ class FedBE(FineTuning[Server, Down, Up]):
             return w, state, jax.tree.map(lambda old, new: old + kept * (new - old), mean, w), number
 
         start = (w, optimiser.init(w), w, jnp.int32(0))
-        w, _, mean, number = local_steps(step, start, key, data, self.distil.batch, self.distil.epochs)
+        w, _, mean, number = local_steps(step, start, key, data, self.distil.batch, self.distil.passes(data))
         averaged = jnp.bool_(self.swa) & (number >= self.cycle)  # a run of less than a cycle has no mean
         return jax.tree.map(lambda one, other: jnp.where(averaged, one, other), mean, w)
 

@@ -37,7 +37,7 @@ from fedbayes.errors import UserError
 from fedbayes.models import Model
 from fedbayes.models.model import network_outputs
 from fedbayes.primitives.several import by_shares
-from fedbayes.primitives.training import Training, descend, drawn, fit, masked_mean, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, drawn, fit, masked_mean, mean_loss, rows, tuning
 
 
 class Server(NamedTuple):
@@ -113,7 +113,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """Rows that a client draws for the gate in a round: all of them have the same label, so a few will do."""
     train_gate: Training = Training(epochs=1, batch=50, momentum=0.9)
     """Training on those, with the round's step size."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
     gate: Model | None = None
     """The gating network, with K outputs; by default the network itself with another head."""

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.primitives.training import Training, descend, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows, tuning
 
 
 class Server(NamedTuple):
@@ -120,7 +120,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
     N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""

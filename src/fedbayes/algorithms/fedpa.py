@@ -30,7 +30,7 @@ from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives.averaging import FineTuning, Local
 from fedbayes.primitives.optimisers import Optimiser, ServerStep, move
-from fedbayes.primitives.training import Training, local_steps, mean_loss, rows
+from fedbayes.primitives.training import Training, local_steps, mean_loss, rows, tuning
 
 
 class Server(NamedTuple):
@@ -78,7 +78,7 @@ class FedPA(FineTuning[Server, Down, Up]):
     """Step size of the server."""
     server_momentum: float = 0.9
     """Momentum of the server."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its rows."""

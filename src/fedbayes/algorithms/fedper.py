@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedbayes.primitives.layers import Down, Local, Server, Together, Up  # noqa: F401, older files name them here
-from fedbayes.primitives.training import Training
+from fedbayes.primitives.training import Training, tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,5 +30,5 @@ class FedPer(Together):
 
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.01, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.01, momentum=0.9)
     """Fitting the personal layers in `adapt`."""

@@ -18,7 +18,7 @@ from jaxtyping import PRNGKeyArray
 
 from fedbayes.algorithm import Data
 from fedbayes.primitives.averaging import Averaging, Down, FineTuning, Local, Server, Up
-from fedbayes.primitives.training import Training, fit, pull
+from fedbayes.primitives.training import Training, fit, pull, tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FedProx(Averaging[Local], FineTuning[Server, Down, Up]):
     """Strength μ of the proximal term."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`, with the same pull."""
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
-from fedbayes.primitives.training import Training, fit, halves, rows
+from fedbayes.primitives.training import Training, fit, halves, rows, tuning
 
 
 class Server(NamedTuple):
@@ -83,7 +83,7 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
     """η_s, the step size of the server."""
     server_momentum: float = 0.0
     """m, the momentum of the server."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.1, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.1, momentum=0.9)
     """R in `adapt`; in the paper it is the same."""
     uniform: bool = False
     """Whether every client counts the same, instead of by its query rows."""

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fedbayes.algorithm import Data, Params
 from fedbayes.primitives.averaging import Weighted
 from fedbayes.primitives.layers import Local, Server, SharedLayers, Up
-from fedbayes.primitives.training import Training, fit
+from fedbayes.primitives.training import Training, fit, tuning
 
 
 class Down(NamedTuple):
@@ -49,7 +49,7 @@ class FedRep(SharedLayers[Down], Weighted[Server, Local, Down, Up]):
     """The first part of a client's round, on its head."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """The second part, on the representation."""
-    tune: Training = Training(epochs=10, batch=50, lr=0.01, momentum=0.9)
+    tune: Training = tuning(epochs=10, batch=50, lr=0.01, momentum=0.9)
     """Fitting the head in `adapt`."""
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:

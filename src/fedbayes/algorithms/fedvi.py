@@ -193,7 +193,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         """Local steps on (24)."""
         theta, loss = descend(self.model, self._loss, down.theta, self.train, down.lr, key, data)
         count = rows(data)
-        steps = self.train.epochs * jnp.ceil(count / self.train.batch) if self.gamma > 0 else None
+        steps = self.train.passes(data) * jnp.ceil(count / self.train.batch) if self.gamma > 0 else None
         return Up(jax.tree.map(jnp.subtract, down.theta, theta), count, loss, steps), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:

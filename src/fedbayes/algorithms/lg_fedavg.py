@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedbayes.primitives.layers import Together
-from fedbayes.primitives.training import Training
+from fedbayes.primitives.training import Training, tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,5 +34,5 @@ class LGFedAvg(Together):
     """Paths of the layers that stay with the client."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.01, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.01, momentum=0.9)
     """Fitting the personal layers in `adapt`."""

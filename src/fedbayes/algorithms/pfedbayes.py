@@ -28,7 +28,7 @@ from fedbayes.algorithm import Data, Mean, Sum, setting
 from fedbayes.primitives import gaussian, gaussian_network
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
-from fedbayes.primitives.training import Training, rows
+from fedbayes.primitives.training import Training, rows, tuning
 
 
 class Server(NamedTuple):
@@ -86,7 +86,7 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
     """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
     train: Training = Training(epochs=1, optimiser="adam", batch=50, lr=0.001)
     """A client's round."""
-    tune: Training = Training(epochs=5, optimiser="adam", batch=50, lr=0.001)
+    tune: Training = tuning(epochs=5, optimiser="adam", batch=50, lr=0.001)
     """Fitting q in `adapt`."""
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ class PFedMe(Averaging[Local]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on θ, and w after them, minibatch by minibatch."""
-        theta, w, loss = self._fit(down, local, down.lr, key, data, self.train.epochs)
+        theta, w, loss = self._fit(down, local, down.lr, key, data, self.train.passes(data))
         return Up(w, self.weight(data), loss), Local(theta, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -91,7 +91,7 @@ class PFedMe(Averaging[Local]):
         return self.model.apply(trees.choose(local.own, local.theta, down.params), x)[None]
 
     def _fit(
-        self, down: Down, local: Local, eta: Float[Array, ""], key: PRNGKeyArray, data: Data, epochs: int
+        self, down: Down, local: Local, eta: Float[Array, ""], key: PRNGKeyArray, data: Data, epochs: Any
     ) -> tuple[Params, Params, Float[Array, ""]]:
         def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
             theta, w, total, steps = carry

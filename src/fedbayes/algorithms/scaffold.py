@@ -26,7 +26,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact
 from fedbayes.errors import UserError
 from fedbayes.primitives.optimisers import ServerStep
-from fedbayes.primitives.training import Training, fit, rows
+from fedbayes.primitives.training import Training, fit, rows, tuning
 
 
 class Server(NamedTuple):
@@ -72,7 +72,7 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
 
     train: Training = Training(epochs=1, batch=50, lr=0.1)
     """A client's round, by plain SGD: c_i is the mean of its gradients."""
-    tune: Training = Training(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fine-tuning of the whole model in `adapt`."""
     N: int | None = fact("clients")
     """How many clients may train; by default those of the run."""
@@ -108,7 +108,7 @@ class Scaffold(NetworkAlgorithm[Server, Local, Down, Up]):
 
         y, loss = fit(self.model, down.x, self.train, key, data, down.lr, also=corrected)
         step = jax.tree.map(jnp.subtract, y, down.x)
-        K = self.train.epochs * jnp.ceil(rows(data) / self.train.batch)
+        K = self.train.passes(data) * jnp.ceil(rows(data) / self.train.batch)
         change = jax.tree.map(lambda c, step: jnp.where(K > 0, -c - step / (jnp.maximum(K, 1) * down.lr), 0.0), down.c, step)
         return Up(step, change, loss), Local(jax.tree.map(jnp.add, local.c, change), local.tuned)
 

@@ -20,10 +20,12 @@ import numpy as np
 
 from fedbayes import trees, wire
 from fedbayes.algorithm import AnyAlgorithm, Reduce, declared
-from fedbayes.deploy.experiment import Experiment
+from fedbayes.deploy.experiment import Experiment, Final
 from fedbayes.deploy.judge import judged
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
+from fedbayes.engine.choose import Choice, Chosen, decided
+from fedbayes.engine.choose import Up as Scores
 from fedbayes.engine.round import Round
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import no_scores
@@ -91,7 +93,10 @@ class Coordinator:
         self.about = {"algorithm": self.algorithm.title, "options": describe(self.algorithm), "seed": experiment.seed}
         shape = {"experiment": experiment.fingerprint, "rounds": experiment.rounds, "sites": experiment.sites}
         self.kept = Run(self.folder, self.about | shape, resume=True)
+        self.choice: Choice | None = None
         self.history: list[dict[str, Any]] = self.kept.restore(self)
+        if self.experiment.networked:
+            self.choice = Choice.from_json(self.experiment.network, self.kept.choice)
         self._post: Post | None = None
 
     @property
@@ -133,8 +138,12 @@ class Coordinator:
             self.history.append({"round": entry["round"], "sites": self.local.answered, **entry})
             self.kept.log(self.history[-1])
 
+        def after(round: int) -> None:
+            if self.experiment.plan is not None and round == self.experiment.plan.until:
+                record({"round": round, "choice": self._choose(post).to_json()})
+
         self._post = post
-        run_rounds(self, rounds, record, self.kept)
+        run_rounds(self, rounds, record, self.kept, after=after)
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds over the post."""
@@ -183,6 +192,39 @@ class Coordinator:
         trace = {name: np.asarray(value)[None] for name, value in metrics.items()}
         return Round(round, np.array(self.local.answered), trace, time.perf_counter() - began)
 
+    def _choose(self, post: Post) -> Chosen:
+        """Let the sites that have not trained score candidates for settings of `adapt`, and keep the choice."""
+        assert self.experiment.plan is not None
+        key, sites = keys.of_round(self.experiment.seed, self.round + 1), self.experiment.plan.newcomers.tolist()
+        present = self._present(post, sites, 1, GRACE)
+        request = self.request(self.experiment.choosing, self.state, "choose", self.round, key, present)
+        partial, answered, _ = self.gather(post, request, self.experiment.choosing_up)
+        found = decided(self.experiment.network, Scores(**partial.sums))
+        log.info("round %d: sites %s chose settings of adapt", self.round, _list(sorted(answered)) or "none")
+        self.choice = found.choice
+        return found
+
+    def gather(self, post: Post, request: Request, up: Any) -> tuple[reduce.Partial, list[int], dict[int, str]]:
+        """The sum of what sites answer to a request that is not a round, who answered, and why others are not counted."""
+        partial, answered, problems = jax.tree.map(np.array, reduce.empty(up)), list[int](), dict[int, str]()
+        asked, (kind, facts) = set(request.facts), (request.kind, next(iter(request.facts.values()), {}))
+        for reply in post.ask(request, self.experiment.patience):
+            try:
+                if reply.site not in asked or reply.site in answered:
+                    raise Refused("an answer that nobody asked for")
+                if reply.problem is not None:
+                    raise Refused(reply.problem)
+                if reply.facts.get("round") != facts["round"] or reply.facts.get("run") != self.run:
+                    raise Refused(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
+                found = wire.assemble(reply.arrays, up, "the answer", finite=True)
+            except UserError as problem:
+                log.warning("%s: the answer of site %d is refused: %s", kind, reply.site, problem)
+                problems[reply.site] = str(problem)
+                continue
+            reduce.add_here(partial, found)
+            answered.append(reply.site)
+        return partial, answered, problems
+
     def conclude(self, post: Post) -> dict[str, Any]:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
         key = keys.of_round(self.experiment.seed, self.round + 1)
@@ -209,6 +251,8 @@ class Coordinator:
         if self.experiment.networked:
             numeric = is_numeric(self.experiment.network.likelihood)
             result["metrics"] = {mode: {"participating": summary(Score(*one), numeric)} for mode, one in scores.items()}
+            if told := next((one["choice"] for one in self.history if one.get("choice")), None):
+                result["choice"] = told
         else:
             result |= judged(self, post)
         if scored or not (self.folder / "result.json").exists():
@@ -217,8 +261,10 @@ class Coordinator:
 
     def chosen(self, round: int) -> list[int]:
         """The sites of a round, as the simulator draws them."""
-        sites = self.experiment.sites
-        return steps.take_part(self.experiment.seed, round, np.arange(sites), self.experiment.cohort or sites).tolist()
+        plan, everyone = self.experiment.plan, np.arange(self.experiment.sites)
+        everyone = everyone if plan is None else plan.training(round, everyone)
+        cohort = min(self.experiment.cohort or len(everyone), len(everyone))
+        return steps.take_part(self.experiment.seed, round, everyone, cohort).tolist()
 
     def _present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
         """The sites of a cohort that can be reached: all, or after some grace enough of them, or when patience ends what is."""
@@ -233,6 +279,8 @@ class Coordinator:
     def request(self, algorithm: AnyAlgorithm, state: Any, kind: str, round: int, key: Any, sites: list[int]) -> Request:
         """An algorithm's broadcast for some sites; nobody but the request keeps it."""
         down = steps.broadcast(algorithm, key, state)
+        if kind == "score":
+            down = Final(down, None if self.choice is None else self.choice.values)
         told = {"run": self.run, "round": round, "fingerprint": self.experiment.fingerprint}
         arrays = {path: np.asarray(leaf) for path, leaf in trees.named(down).items()}
         return Request(kind, arrays, {number: {**told, "site": number, "counted": self.counted[number]} for number in sites})

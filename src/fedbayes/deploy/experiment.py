@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from fedbayes import trees, wire
 from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, AnyStructured, Data, NetworkAlgorithm, StructuredAlgorithm, plan
@@ -19,6 +20,8 @@ from fedbayes.algorithms.evidence import Evidence
 from fedbayes.data.clients import Clients
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
+from fedbayes.engine.choose import SIZES, Choosing, Plan
+from fedbayes.engine.choose import Up as Scores
 from fedbayes.engine.clients import fresh_state
 from fedbayes.errors import UserError
 from fedbayes.results.folder import describe
@@ -31,6 +34,13 @@ class SiteData(NamedTuple):
 
     train: Any
     test: Data | None = None
+
+
+class Final(NamedTuple):
+    """The last broadcast of a run, and the settings of `adapt` that were chosen, if any."""
+
+    down: Any
+    choice: Float[Array | np.ndarray, "sizes names"] | None
 
 
 def example_rows(shape: tuple[int, ...], dtype: str = "float32", labels: str = "int32") -> Data:
@@ -70,6 +80,7 @@ class Experiment:
         norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
         weight: Largest weight of an upload, such as the most rows that a site may have.
         modes: In which modes sites are scored at the end; none for structured models.
+        choose: Let the sites choose settings of `adapt`, as in `fedbayes.simulate`; for networks.
         correct: Of a structured model, whether evidence rounds may correct what silos share, as in `fedbayes.simulate`.
     """
 
@@ -85,6 +96,7 @@ class Experiment:
     norm: float | None = None
     weight: float | None = None
     modes: tuple[str, ...] = ("global", "personal", "adapted")
+    choose: bool = True
     correct: Correct = "auto"
 
     def __post_init__(self) -> None:
@@ -145,9 +157,38 @@ class Experiment:
         """The shapes of what sites answer in one."""
         return self.evidence.up_shapes(self.evidence_down.shared.eta.mean.dtype)
 
+    @functools.cached_property
+    def plan(self) -> Plan | None:
+        """The sites that join the training late, after they have scored candidates for settings of `adapt`."""
+        if not self.choose or not self.networked:
+            return None
+        return Plan.of(self.network, self.seed, np.arange(self.sites), self.rounds)
+
+    @property
+    def choosing(self) -> Choosing:
+        """What these sites are asked."""
+        return Choosing(self.network)
+
+    @functools.cached_property
+    def choosing_up(self) -> Any:
+        """The shapes of what they answer."""
+        count = len(self.choosing.settings.values)
+        each, rows = jax.ShapeDtypeStruct((len(SIZES), count), jnp.float32), jax.ShapeDtypeStruct((len(SIZES),), jnp.float32)
+        return Scores(each, each, rows)  # type: ignore[arg-type]
+
+    def received(self, kind: str) -> Any:
+        """The shapes of what a site is sent with a request."""
+        if kind == "evidence":
+            return self.evidence_down
+        if kind == "score" and self.plan is not None:
+            shape = (len(SIZES), len(self.choosing.settings.names))
+            return Final(self.down, jax.ShapeDtypeStruct(shape, jnp.float32))  # type: ignore[arg-type]
+        return Final(self.down, None) if kind == "score" else self.down
+
     def manifests(self) -> list[list[wire.Leaf]]:
-        """What crosses in a round, and for structured models in an evidence round."""
-        rounds: list[AnyAlgorithm] = [self.algorithm] if self.networked else [self.algorithm, self.evidence]
+        """What crosses in a round, for networks in a choosing round, and for structured models in an evidence round."""
+        rounds: list[AnyAlgorithm] = [self.algorithm]
+        rounds += [self.choosing] if self.plan is not None else [] if self.networked else [self.evidence]
         return [wire.manifest(one, self.example) for one in rounds]
 
     def server(self) -> Any:
@@ -194,6 +235,7 @@ class Experiment:
     def fingerprint(self) -> str:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
         told = [self.algorithm.title, describe(self.algorithm), self.seed, self.rounds, self.sites]
+        told += [False] if self.networked and not self.choose else []
         told += [] if self.networked else [self.evidence.points, self.evidence.inner]
         settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return settings + provenance.digest(self._program[0])

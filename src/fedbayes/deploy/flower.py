@@ -82,6 +82,10 @@ def client_app(experiment: Experiment) -> ClientApp:
     def score(message: Message, context: Context) -> Message:
         return _answered(message, lambda: _at_site(experiment, message, context, "score"))
 
+    @app.query("choose")
+    def choose(message: Message, context: Context) -> Message:
+        return _answered(message, lambda: _at_site(experiment, message, context, "choose"))
+
     @app.query("evidence")
     def evidence(message: Message, context: Context) -> Message:
         return _answered(message, lambda: _at_site(experiment, message, context, "evidence"))
@@ -116,8 +120,7 @@ def _at_site(experiment: Experiment, message: Message, context: Context, what: s
         raise Told(f"the server takes this for site {facts['site']}, but it is {settings['number']}")
     folder = Path(str(settings["state"])).expanduser()
     here = Site(experiment, int(settings["number"]), folder, experiment.load(settings))
-    expected = experiment.evidence_down if what == "evidence" else experiment.down
-    down = wire.assemble(arrays, expected, "the broadcast", finite=True)
+    down = wire.assemble(arrays, experiment.received(what), "the broadcast", finite=True)
     answer = getattr(here, what)(facts["run"], facts["round"], facts["counted"], down)
     return {"run": facts["run"], "round": facts["round"]}, trees.named(answer)
 
@@ -195,7 +198,7 @@ class FlowerPost:
     def ask(self, request: Request, patience: float) -> Iterator[Reply]:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
         number_of = {self.node_of[number]: number for number in request.facts}
-        kind = {"round": "train.round", "score": "query.score", "evidence": "query.evidence"}[request.kind]
+        kind = "train.round" if request.kind == "round" else f"query.{request.kind}"
         records, asked = _records(request.arrays), {}  # the arrays are there once, for all sites
         for number, facts in request.facts.items():
             content = RecordDict({"facts": ConfigRecord(facts), **records})

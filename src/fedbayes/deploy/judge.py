@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbayes import wire
 from fedbayes.algorithm import AnyAlgorithm
 from fedbayes.algorithms.evidence import Told
 from fedbayes.deploy.experiment import Experiment
@@ -45,6 +44,9 @@ class Asking(Protocol):
 
     def request(self, algorithm: AnyAlgorithm, state: Any, kind: str, round: int, key: Any, sites: list[int]) -> Any:
         """An algorithm's broadcast for some sites."""
+
+    def gather(self, post: Any, request: Any, up: Any) -> tuple[reduce.Partial, list[int], dict[int, str]]:
+        """The sum of what sites answer, who answered, and why others are not counted."""
 
 
 class Unanswered(UserError):
@@ -97,23 +99,8 @@ def _ask(coordinator: Asking, post: Any, z: Points, round: int) -> Told:
     everyone = [number for number, last in coordinator.counted.items() if last]
     key, number = keys.of_round(experiment.seed, coordinator.round + 1), coordinator.round + 1
     state = algorithm.asking(coordinator.experiment.structured.shared(coordinator.state), z)
-    partial, answered = jax.tree.map(np.array, reduce.empty(experiment.evidence_up)), list[int]()
-    problems: dict[int, str] = {}
-    for reply in post.ask(coordinator.request(algorithm, state, "evidence", number, key, everyone), experiment.patience):
-        try:
-            if reply.site not in everyone or reply.site in answered:
-                raise UserError("an answer that nobody asked for")
-            if reply.problem is not None:
-                raise UserError(reply.problem)
-            if reply.facts.get("round") != number or reply.facts.get("run") != coordinator.run:
-                raise UserError(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
-            up = wire.assemble(reply.arrays, experiment.evidence_up, "the evidence", finite=True)
-        except UserError as problem:
-            log.warning("evidence round %d: the answer of site %d is refused: %s", round, reply.site, problem)
-            problems[reply.site] = str(problem)
-            continue
-        reduce.add_here(partial, up)
-        answered.append(reply.site)
+    request = coordinator.request(algorithm, state, "evidence", number, key, everyone)
+    partial, answered, problems = coordinator.gather(post, request, experiment.evidence_up)
     if missing := sorted(set(everyone) - set(answered)):
         why = "; ".join(f"site {site}: {problems.get(site, 'no answer')}" for site in missing)
         raise Unanswered(f"not all sites told their evidence ({why})")

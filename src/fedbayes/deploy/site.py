@@ -21,9 +21,10 @@ import numpy as np
 
 from fedbayes import files, trees
 from fedbayes.data.layout import Layout
-from fedbayes.deploy.experiment import Experiment, SiteData
+from fedbayes.deploy.experiment import Experiment, Final, SiteData
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
+from fedbayes.engine.choose import Choice
 from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import adapted, scored
@@ -71,46 +72,64 @@ class Site:
             raise UserError(f"the evidence of site {self.number} is not finite; nothing is sent")
         return jax.device_get(up)
 
-    def score(self, run: str, round: int, counted: int, down: Any) -> dict[str, Score]:
-        """The site's test rows scored in each mode, as sums; the broadcast is kept for `personal`."""
-        self.keep(run, round, counted, down)
+    def choose(self, run: str, round: int, counted: int, down: Any) -> Any:
+        """The answer to a choosing round: how candidates score on this site's rows; nothing is kept."""
+        fresh = self.experiment.local(self.data.train)
+        up, _, fine = steps.client(self.experiment.choosing, self.form, self._key(round), down, fresh, self.arrays)
+        if not bool(fine):
+            raise UserError(f"the scores of site {self.number} are not finite; nothing is sent")
+        return jax.device_get(up)
+
+    def score(self, run: str, round: int, counted: int, final: Final) -> dict[str, Score]:
+        """The site's test rows scored in each mode, as sums; the broadcast and the choice are kept for `personal`."""
+        down, choice = final.down, self._choice(final)
+        self.keep(run, round, counted, final)
         if self.data.test is None:
             return {}
         own, key, algorithm = self._own(self._states(run, counted, looking=True)), self._key(round), self.experiment.algorithm
         found = {}
         for mode in self.experiment.modes:
             local = self.experiment.local(self.data.train) if mode == "global" else own
-            local = _adapted(algorithm, key, down, own, self.data.train) if mode == "adapted" else local
+            local = _adapted(algorithm, key, down, choice, own, self.data.train) if mode == "adapted" else local
             found[mode] = jax.device_get(_scored(algorithm, key, down, local, self.data.test))
         return found
 
-    def keep(self, run: str, round: int, counted: int, down: Any) -> None:
-        """Put a broadcast where `personal` finds it."""
-        files.save(self._folder(run) / "down.safetensors", down, {"round": round, "counted": counted})
+    def keep(self, run: str, round: int, counted: int, final: Final) -> None:
+        """Put the last broadcast where `personal` finds it."""
+        files.save(self._folder(run) / "down.safetensors", final, {"round": round, "counted": counted})
 
-    def personal(self, run: str | None = None, *, adapted: bool = False) -> tuple[Any, Any]:
-        """The last broadcast and the site's own state, by default of its latest run; `adapted` fits it to its rows."""
+    def _choice(self, final: Final) -> Choice | None:
+        return None if final.choice is None else Choice(self.experiment.choosing.settings.names, final.choice)
+
+    def _last(self, run: str | None) -> tuple[Final, States[Any], int]:
+        """The last broadcast, the states and the round of a run, by default of the latest."""
         runs = sorted(self.folder.glob("*/down.safetensors"), key=lambda path: path.stat().st_mtime)
         path = self._folder(run) / "down.safetensors" if run is not None else (runs[-1] if runs else None)
         if path is None or not path.exists():
             raise UserError(f"{self.folder} has no finished run to personalise from; it is there after a run's last round")
         advice = "the last round of the federation's next run writes it anew"
-        down, told = files.load(path, self.experiment.down, "the broadcast", advice, finite=True)
-        states = self._states(path.parent.name, told["counted"], looking=True)
-        down, local = jax.tree.map(jnp.asarray, down), self._own(states)
+        final, told = files.load(path, self.experiment.received("score"), "the broadcast", advice, finite=True)
+        return jax.tree.map(jnp.asarray, final), self._states(path.parent.name, told["counted"], looking=True), told["round"]
+
+    def personal(self, run: str | None = None, *, adapted: bool = False) -> tuple[Any, Any]:
+        """The last broadcast and the site's own state, by default of its latest run; `adapted` fits it to its rows."""
+        final, states, round = self._last(run)
+        local = self._own(states)
         if adapted:
-            local = _adapted(self.experiment.algorithm, self._key(told["round"]), down, local, self.data.train)
-        return down, local
+            given = (self._key(round), final.down, self._choice(final), local, self.data.train)
+            local = _adapted(self.experiment.algorithm, *given)
+        return final.down, local
 
     def posterior(self, *, adapted: bool = False) -> Posterior:
         """The site's own model of its latest run, to predict with or to save."""
         down, local = self.personal(adapted=adapted)
+        choice = self._choice(self._last(None)[0])
         outputs = getattr(self.experiment.network.likelihood, "classes", None)
         classes = None if outputs is None else tuple(map(str, range(outputs)))
         train = self.data.train
         rows = RowSpec(train.x.shape[1:], classes, Layout(), (str(train.x.dtype), str(train.y.dtype)))
         made = {"for": f"site {self.number}", "experiment": self.experiment.fingerprint}
-        return Posterior(self.experiment.network, down, local, jax.random.key(self.experiment.seed), rows, made)
+        return Posterior(self.experiment.network, down, local, jax.random.key(self.experiment.seed), rows, made, choice)
 
     def _key(self, round: int) -> Any:
         return keys.fold(keys.of_round(self.experiment.seed, round), np.uint32(self.number))

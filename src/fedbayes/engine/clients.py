@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from fedbayes import trees
-from fedbayes.algorithm import AnyNetwork, Data
+from fedbayes.algorithm import AnyAlgorithm, AnyNetwork, Data
 from fedbayes.data.clients import Clients
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
+from fedbayes.engine.choose import Choice, Choosing, Chosen, Plan, decided
 from fedbayes.engine.cohort import CohortResult, FlatRows, Padding, run_client, run_cohort
 from fedbayes.engine.local_state import States
 from fedbayes.engine.round import ADVICE, Diverged, Round
@@ -78,6 +79,7 @@ class Simulation:
         width: Clients in a vmapped group; by default as many as stay in a core's cache.
         memory: Bytes of rows and states that a compiled call may hold.
         folder: Where clients' states are kept; a temporary file by default.
+        plan: Participants that do not train until settings of `adapt` are chosen (`choose.py`).
 
     >>> import fedbayes as fb
     >>> clients = fb.data.load("digits")
@@ -98,6 +100,7 @@ class Simulation:
         width: int | None = None,
         memory: int = MEMORY,
         folder: Path | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.algorithm, self.data, self.seed, self.backend = algorithm, data, steps.checked_seed(seed), clients
         if clients not in ("vmap", "loop"):
@@ -110,7 +113,8 @@ class Simulation:
         server_key, local_key = keys.of_start(seed)
         self.state = steps.init_server(algorithm, server_key)
         self.fresh = jax.device_get(fresh_state(algorithm, local_key, data.shape, data.x.dtype, data.y.dtype))
-        self.round = 0
+        self.round, self.plan = 0, plan
+        self.choice: Choice | None = None
         self.local: States[Any] = States(self.fresh, len(data), folder)
         # Many small networks fill a vector unit, large ones only leave the cache.
         self.width = width or max(1, min(64, CACHE // max(1, trees.size(self.state) + trees.size(self.fresh))))
@@ -127,7 +131,8 @@ class Simulation:
 
     def chosen(self, round: int) -> np.ndarray:
         """The clients of a round: drawn without replacement from the participants, less those that drop out."""
-        return steps.take_part(self.seed, round, self._participants, self.cohort, dropout=self.dropout)
+        everyone = self._participants if self.plan is None else self.plan.training(round, self._participants)
+        return steps.take_part(self.seed, round, everyone, min(self.cohort, len(everyone)), dropout=self.dropout)
 
     def advance(self, rounds: int) -> Iterator[Round]:
         """Run some rounds, one after the other."""
@@ -141,13 +146,13 @@ class Simulation:
         down = steps.broadcast(self.algorithm, key, self.state)
         ahead, self._ahead = self._ahead, None
         calls = ahead[1] if ahead is not None and ahead[0] == round else list(self._gather(self.chosen(round)))
-        run = self._run_loop if self.backend == "loop" else self._run_vmap
-        outcomes = [run(key, down, call, round) for call in calls]
+        if self.backend == "loop":
+            outcomes = [self._run_loop(key, down, call, round) for call in calls]
+        else:
+            outcomes = [self._run_vmap(self.algorithm, key, down, call) for call in calls]
         if self.backend == "vmap":
             self._ahead = (round + 1, list(self._gather(self.chosen(round + 1))))  # while the devices are busy
-        partial = functools.reduce(reduce.combine, [outcome.partial for outcome in outcomes])
-        stacks = _restack([outcome.stacks for outcome in outcomes], [call.ids for call in calls])
-        state, metrics, fine = steps.close(self.algorithm, key, self.state, down, partial, stacks)
+        state, metrics, fine = self._close(self.algorithm, key, down, outcomes, calls)
         self._check(outcomes, calls, round)  # waits for the devices, so it comes after all that they are given to do
         if not fine:
             raise Diverged(f"round {round}: the server's state is no longer finite although every upload was; {ADVICE}")
@@ -157,6 +162,23 @@ class Simulation:
         ids = np.concatenate([call.ids for call in calls])
         trace = {name: np.asarray(value)[None] for name, value in metrics.items()}
         return Round(round, ids, trace, time.perf_counter() - started)
+
+    def choose(self) -> Chosen:
+        """Let the plan's newcomers score candidates, and keep the choice."""
+        assert self.plan is not None
+        choosing, key, down = Choosing(self.algorithm), keys.of_round(self.seed, self.round), self.down()
+        calls = list(self._gather(self.plan.newcomers))
+        outcomes = [self._run_vmap(choosing, key, down, call) for call in calls]
+        found = decided(self.algorithm, self._close(choosing, key, down, outcomes, calls).state)
+        self.choice = found.choice
+        return found
+
+    def _close(
+        self, algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, outcomes: list[CohortResult], calls: list[Call]
+    ) -> steps.Closed:
+        partial = functools.reduce(reduce.combine, [outcome.partial for outcome in outcomes])
+        stacks = _restack([outcome.stacks for outcome in outcomes], [call.ids for call in calls])
+        return steps.close(algorithm, key, self.state, down, partial, stacks)
 
     def _gather(self, ids: np.ndarray) -> Iterator[Call]:
         """A cohort, bucket by bucket, in calls that fit the memory budget and always have the same shape."""
@@ -198,10 +220,10 @@ class Simulation:
         wanted = min(self.cohort if cohort is None else cohort, members, fit)
         return -(-wanted // self.width) * self.width if self.backend == "vmap" else wanted
 
-    def _run_vmap(self, key: PRNGKeyArray, down: Any, call: Call, round: int) -> CohortResult:
-        local = self.local.get(call.ids, call.slots)
+    def _run_vmap(self, algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, call: Call) -> CohortResult:
+        local, width = self.local.get(call.ids, call.slots), self.width if self.backend == "vmap" else 1
         count = np.int32(len(call.ids))
-        return run_cohort(self.algorithm, self.width, call.padding, key, down, call.padded_ids, count, local, call.rows)
+        return run_cohort(algorithm, width, call.padding, key, down, call.padded_ids, count, local, call.rows)
 
     def _run_loop(self, key: PRNGKeyArray, down: Any, call: Call, round: int) -> CohortResult:
         local = self.local.get(call.ids)

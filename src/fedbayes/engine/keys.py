@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-BROADCAST, SERVER, LOCAL, ADAPT, PREDICT = (0xFFFFFFFF - offset for offset in range(5))
+BROADCAST, SERVER, LOCAL, ADAPT, PREDICT, CHOOSE = (0xFFFFFFFF - offset for offset in range(6))
 
 
 def of_round(seed: int, round: int) -> PRNGKeyArray:

@@ -54,7 +54,7 @@ class SiloSimulation:
         seed: int = 0,
         loop: bool = False,
     ) -> None:
-        self.algorithm, self.seed, self.round = algorithm, steps.checked_seed(seed), 0
+        self.algorithm, self.seed, self.round, self.choice = algorithm, steps.checked_seed(seed), 0, None
         if in_turn and cohort is not None:
             raise UserError("in_turn visits one silo a round, so it cannot be combined with a cohort")
         self.names, self.own_parts, self.parts = read(silos, algorithm, together=not loop)

@@ -1,6 +1,7 @@
 """Every client of a simulation, scored on its own test rows in three modes.
 
-global: `predict` with a fresh local state. personal: with the client's own. adapted: after `adapt` on its training rows.
+global: `predict` with a fresh local state. personal: with the client's own. adapted: after `adapt` on its training rows, with
+the settings that the federation chose; adapted:5 after `adapt` on five of them, drawn at random.
 All clients are scored, not only those of the last round; those that were held out never trained.
 """
 
@@ -11,12 +12,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from fedbayes import trees
 from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.engine import keys
+from fedbayes.engine.choose import Choice, adapt
 from fedbayes.engine.clients import Call, Simulation
 from fedbayes.engine.cohort import FlatRows, Padding, client_data, for_each
 from fedbayes.engine.round import ADVICE, Diverged
@@ -24,9 +27,11 @@ from fedbayes.errors import UserError
 from fedbayes.evaluation.score import SHAPES, SHOWN, Score, blockwise, summary
 from fedbayes.evaluation.tables import figures as figures_sheet
 from fedbayes.models.predictive import is_numeric
+from fedbayes.primitives.training import shuffle
 from fedbayes.sheets import html
 
 MODES = ("global", "personal", "adapted")
+MANY = 2**31 - 1
 BLOCK = 128  # test rows that are predicted at once
 DRAWS = 2**24  # bytes of posterior draws that a vmapped group may hold
 CHUNK = 256  # clients in one compiled call
@@ -95,7 +100,8 @@ def assess(simulation: Simulation, modes: tuple[str, ...] = MODES, progress: Cal
                     state = local
                 else:
                     train = simulation.call(ids, slots, bucket.train, "train")
-                    state = _per_client(adapted, simulation, key, down, local, train)
+                    given = (down, simulation.choice, np.int32(few(mode)))
+                    state = _per_client(adapted_of, simulation, key, given, local, train)
                     _refuse_diverged(simulation, ids, state)
                 score = _per_client(scored, simulation, key, down, state, test)
                 for column, value in zip(found[mode], score, strict=True):
@@ -109,8 +115,19 @@ def check_modes(modes: tuple[str, ...]) -> None:
     """Refuse a mode that there is not."""
     if isinstance(modes, str):
         raise UserError(f"the modes are {modes!r}, but they are a tuple of names, such as ({modes!r},)")
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise UserError(f"there is no mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+    for mode in modes:
+        if mode not in MODES and not few(mode) < MANY:
+            raise UserError(f"there is no mode {mode!r}; choose from {', '.join(MODES)}, or adapted:5 for five rows")
+
+
+def few(mode: str) -> int:
+    """The rows that a mode adapts with; very many where it names none.
+
+    >>> few("adapted:5"), few("adapted") == MANY
+    (5, True)
+    """
+    name, _, count = mode.partition(":")
+    return int(count) if name == "adapted" and count.isdigit() and int(count) > 0 else MANY
 
 
 def _refuse_diverged(simulation: Simulation, ids: np.ndarray, state: Any) -> None:
@@ -160,9 +177,16 @@ def _run(
     return for_each(client, width, count, ids, state, rows.starts, rows.counts)
 
 
-def adapted(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
+def adapted(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, choice: Choice | None, local: Any, data: Data) -> Any:
     """A client's state after `adapt`; the key is the client's own of the round."""
-    return algorithm.adapt(keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
+    return adapt(algorithm, choice, keys.fold(key, np.uint32(keys.ADAPT)), down, local, data)
+
+
+def adapted_of(algorithm: AnyNetwork, key: PRNGKeyArray, given: tuple[Any, Choice | None, Any], local: Any, data: Data) -> Any:
+    """The same after `adapt` on so many of the rows, drawn at random."""
+    down, choice, count = given
+    place = jnp.argsort(shuffle(keys.fold(key, np.uint32(keys.CHOOSE)), data))
+    return adapted(algorithm, key, down, choice, local, data._replace(mask=data.mask & (place < count)))
 
 
 def scored(algorithm: AnyNetwork, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Score:

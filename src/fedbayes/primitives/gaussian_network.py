@@ -121,7 +121,7 @@ def follow(
         return q, w, of_q, of_w, total + value, count + 1
 
     start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
-    q, w, _, _, total, count = local_steps(step, start, key, data, training.batch, training.epochs)
+    q, w, _, _, total, count = local_steps(step, start, key, data, training.batch, training.passes(data))
     return q, w, total / jnp.maximum(count, 1)
 
 

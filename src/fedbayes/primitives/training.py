@@ -56,6 +56,8 @@ class Training:
     """Fractions of the run after which the step size is multiplied by `decay`."""
     decay: float = 0.1
     """The multiplier at each of them."""
+    steps: int = setting(0, least=0)
+    """Minibatches, at least: a client with few rows makes more passes over them."""
     rounds: int | None = fact("rounds", needed_by="decay_at")
     """Length of the run that the fractions refer to; by default the rounds of the run."""
 
@@ -74,6 +76,14 @@ class Training:
         boundaries = jnp.array([round(fraction * self.rounds) for fraction in self.decay_at])
         passed = jnp.sum(jnp.asarray(number) > boundaries)
         return jnp.float32(self.lr) * jnp.float32(self.decay) ** passed.astype(jnp.float32)
+
+    def passes(self, data: Data) -> Int[Array, ""] | int:
+        """Epochs over a client's rows; as many more as `steps` asks for."""
+        if isinstance(self.steps, int) and self.steps == 0:
+            return self.epochs
+        batch = min(self.batch, data.mask.shape[0])
+        batches = jnp.maximum((jnp.sum(data.mask) + batch - 1) // batch, 1)
+        return jnp.maximum(self.epochs, (jnp.asarray(self.steps, batches.dtype) + batches - 1) // batches)
 
     def build(self, lr: Float[Array, ""], model: Model) -> optax.GradientTransformation:
         """Optax's optimiser with these settings.
@@ -99,6 +109,15 @@ class Training:
         return optimisers.arguments(self.optimiser, momentum=self.momentum or None, weight_decay=self.weight_decay)
 
 
+TUNING = {"lr": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1), "steps": (0, 10, 50)}
+"""Candidates for a client's own training in `adapt`; the first, a step size of 0, leaves the model as it is."""
+
+
+def tuning(**settings: Any) -> Any:
+    """A field for a client's own training in `adapt`, whose step size and length the federation may choose."""
+    return setting(Training(**settings), choose=TUNING)
+
+
 _checked = contextvars.ContextVar("_checked", default=False)
 
 
@@ -116,7 +135,7 @@ def checked_steps() -> Iterator[None]:
 
 
 def local_steps(
-    step: Callable[[Carry, PRNGKeyArray, Data], Carry], carry: Carry, key: PRNGKeyArray, data: Data, batch: int, epochs: int
+    step: Callable[[Carry, PRNGKeyArray, Data], Carry], carry: Carry, key: PRNGKeyArray, data: Data, batch: int, epochs: Any
 ) -> Carry:
     """Fold `step` over the minibatches of `epochs` shuffles of the client's rows.
 
@@ -173,7 +192,7 @@ def descend(
         return params if after is None else after(params), state, total + value, steps + 1
 
     start = (params, optimiser.init(params), jnp.float32(0), jnp.float32(0))
-    params, _, total, steps = local_steps(step, start, key, data, training.batch, training.epochs)
+    params, _, total, steps = local_steps(step, start, key, data, training.batch, training.passes(data))
     return params, total / jnp.maximum(steps, 1)
 
 

@@ -46,7 +46,7 @@ def _words(value: Any) -> str:
 
 def distinct(record: Record, group: str) -> list[str]:
     """The modes of a group: for clients that never trained, personal is global."""
-    modes = [mode for mode in MODES if mode in record.figures]
+    modes = [*(mode for mode in MODES if mode in record.figures), *(mode for mode in record.figures if mode not in MODES)]
     return [mode for mode in modes if not (group == "unseen" and mode == "personal" and "global" in modes)]
 
 

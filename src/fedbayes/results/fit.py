@@ -63,7 +63,7 @@ class Fit:
         made = {"for": "everybody", "rows": None, "rounds": simulation.round, "seed": simulation.seed, **run}
         fresh = jax.tree.map(jnp.asarray, simulation.fresh)
         key = keys.of_round(simulation.seed, simulation.round)
-        shared = Posterior(simulation.algorithm, simulation.down(), fresh, key, RowSpec.of(data), made)
+        shared = Posterior(simulation.algorithm, simulation.down(), fresh, key, RowSpec.of(data), made, simulation.choice)
         members = Members(data.name, [str(name) for name in data.names], data.unseen, data.train_counts, simulation.local)
         return cls(shared, members, evaluation, result, history, simulation)
 

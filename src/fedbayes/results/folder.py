@@ -35,6 +35,7 @@ from fedbayes import __version__, files, wire
 from fedbayes.algorithm import AnyAlgorithm, AnyNetwork
 from fedbayes.data.clients import Clients
 from fedbayes.data.describe import facts
+from fedbayes.engine.choose import Choice
 from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import Evaluation, no_scores
@@ -71,6 +72,10 @@ class Resumable(Protocol):
     round: int
 
     @property
+    def choice(self) -> Choice | None:
+        """Settings of `adapt` that were chosen."""
+
+    @property
     def local(self) -> Any:
         """Has `commit` and `restore`."""
 
@@ -81,6 +86,7 @@ class Run:
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool = False, force: bool = False) -> None:
         self.folder, self.config = folder, json.loads(json.dumps(config))
         self.finished, self.extended, self.lines = False, 0, 0
+        self.choice: Mapping[str, Any] | None = None  # as the checkpoint has it
         self._held: Callable[[], Any] | None = None
         if force or not resume or not (folder / "result.json").exists():
             self.hold()
@@ -162,6 +168,7 @@ class Run:
         """Write the server's state; the clients' states reach the disk before it."""
         started = time.perf_counter()
         metadata = {"round": simulation.round, "lines": self.lines, "local": simulation.local.commit(simulation.round)}
+        metadata |= {} if simulation.choice is None else {"choice": simulation.choice.to_json()}
         files.save(self.folder / "checkpoint.safetensors", jax.device_get(simulation.state), metadata)
         self.time("checkpoints", simulation.round, time.perf_counter() - started)
 
@@ -179,6 +186,7 @@ class Run:
         state, metadata = files.load(path, jax.device_get(simulation.state), "the checkpoint", AGAIN)
         simulation.state, simulation.round = jax.device_put(state), metadata["round"]
         simulation.local.restore(simulation.round, metadata["local"])
+        self.choice = metadata.get("choice")
         if self.extended:  # only now, as a run whose checkpoint is damaged keeps its result
             with files.writing(self.folder):
                 for name in ("result.json", "scores.safetensors", SHARED, "report.html"):

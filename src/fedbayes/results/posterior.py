@@ -24,6 +24,7 @@ from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.data.clients import Clients
 from fedbayes.data.layout import Layout
 from fedbayes.engine import keys
+from fedbayes.engine.choose import Choice
 from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation import assess
 from fedbayes.models import Model
@@ -105,6 +106,8 @@ class Posterior:
     rows: RowSpec
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What it was made from: for whom, and of which run."""
+    choice: Choice | None = None
+    """Settings of `adapt` that the federation chose."""
 
     def __repr__(self) -> str:
         classes = self.rows.classes
@@ -164,7 +167,7 @@ class Posterior:
 
     def adapted(self, rows: Data, who: str) -> Posterior:
         """This model after `adapt` on checked rows."""
-        local = self.algorithm.adapt(keys.fold(self.key, np.uint32(keys.ADAPT)), self.down, self.local, rows)
+        local = assess.adapted(self.algorithm, self.key, self.down, self.choice, self.local, rows)
         return self.of(local, self.key, who, len(rows.y))
 
     def of(self, local: Any, key: PRNGKeyArray, who: str, rows: int | None) -> Posterior:
@@ -181,7 +184,8 @@ class Posterior:
         except Exception as problem:
             why = str(problem).splitlines()[0]
             raise UserError(f"{', '.join(settings)} cannot be changed after training ({why}); train again") from None
-        return dataclasses.replace(self, algorithm=algorithm)
+        choice = None if self.choice is None else self.choice.without(settings)
+        return dataclasses.replace(self, algorithm=algorithm, choice=choice)
 
     @property
     def columns(self) -> list[str]:
@@ -222,6 +226,7 @@ class Posterior:
         rows = {**self.rows._asdict(), "layout": self.rows.layout.to_json()}
         key = {"implementation": str(jax.random.key_impl(self.key)), "data": jax.random.key_data(self.key).tolist()}
         about = {"kind": KIND, "schema": SCHEMA, "fedbayes": __version__, "jax": jax.__version__, "algorithm": algorithm}
+        about |= {} if self.choice is None else {"choice": self.choice.to_json()}
         content = files.pack(arrays, {**about, **forms, "rows": rows, "key": key, "made": self.made})
         # Read before it is written: a file that cannot be read again would be a loss that is found too late.
         model = self.algorithm.model if serialise.needs_model(algorithm) else None
@@ -350,4 +355,4 @@ def _built(about: dict[str, Any], arrays: Any, model: Model | None, algorithm: A
     spec = RowSpec(tuple(rows["shape"]), classes, Layout.from_json(rows["layout"]), dtypes)
     down, local = (serialise.unflatten(about[name], arrays, type(built).__module__) for name in ("down", "local"))
     key = jax.random.wrap_key_data(jnp.array(about["key"]["data"], jnp.uint32), impl=about["key"]["implementation"])
-    return Posterior(built, down, local, key, spec, about["made"])
+    return Posterior(built, down, local, key, spec, about["made"], Choice.from_json(built, about.get("choice")))

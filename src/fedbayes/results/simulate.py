@@ -16,6 +16,8 @@ from fedbayes import wire
 from fedbayes.algorithm import AnyNetwork, AnyStructured, NetworkAlgorithm, StructuredAlgorithm
 from fedbayes.algorithms.default import default
 from fedbayes.data.clients import Clients
+from fedbayes.engine import round as steps
+from fedbayes.engine.choose import Choice, Choosing, Plan
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.local_state import States
 from fedbayes.engine.round import round_count
@@ -114,6 +116,7 @@ def simulate_clients(
     evaluate_every: int = 0,
     average_last: int = 0,
     modes: tuple[str, ...] = MODES,
+    choose: bool = True,
     folder: Path | str | None = None,
     resume: bool = False,
     force: bool = False,
@@ -134,7 +137,9 @@ def simulate_clients(
         evaluate_every: Score every client each so many rounds too, into the history.
         average_last: Score every client after each of the last so many rounds, and give the mean of their figures in
             `result["average"]`, as some papers report.
-        modes: Which of global, personal and adapted to score.
+        modes: Which of global, personal and adapted to score; adapted:5 is after `adapt` on five rows.
+        choose: Let the federation choose settings of `adapt`, in runs of ten rounds or more: a fifth of the participants joins
+            the training late, and scores candidates as newcomers do (`fedbayes.engine.choose`).
         folder: Where to keep the run; without one, nothing is written.
         resume: Go on from the folder's checkpoint.
         force: Start over in a folder that holds a run.
@@ -159,21 +164,29 @@ def simulate_clients(
     check_modes(modes)
     settings = identity(algorithm, rounds=rounds, cohort=cohort, seed=seed, dropout=dropout, evaluate_every=evaluate_every)
     settings |= {"average_last": average_last, "modes": list(modes), "data": describe_data(data)}
-    settings |= {"model": fingerprint(algorithm, data), **(config or {})}
+    settings |= {"model": fingerprint(algorithm, data), **({} if choose else {"choose": False}), **(config or {})}
     # All that can be wrong is found before anything is written, and before a run that is there is removed.
+    plan = Plan.of(algorithm, seed, data.participants, rounds) if choose else None
     leaves = wire.manifest(algorithm, data.example)
-    wire.check(leaves)
-    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients)
+    messages = [(steps.cohort_size(cohort, len(data.participants)), leaves)]
+    if plan is not None:
+        messages.append((len(plan.newcomers), wire.manifest(Choosing(algorithm), data.example)))
+    for _, sent in messages:
+        wire.check(sent)
+    simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, plan=plan)
     run = Run(Path(folder), settings, resume, force) if folder is not None else None
     with run or contextlib.nullcontext():
         history: list[dict[str, Any]] = []
         if run is not None:
             simulation.local = States(simulation.fresh, len(data), run.folder / "local")
             history = run.restore(simulation)
+            simulation.choice = Choice.from_json(algorithm, run.choice)
+            if simulation.choice is not None:  # it stays, also where the run is extended
+                simulation.plan = None
             if run.finished:
                 result, evaluation = run.outcome(simulation)
                 return Fit.of(simulation, evaluation, result, history)
-            run.tell(about([(simulation.cohort, leaves)], data))
+            run.tell(about(messages, data))
         listeners = listening(callbacks, settings)
         record = recorder(history, run, listeners)
 
@@ -186,12 +199,19 @@ def simulate_clients(
             return evaluation
 
         def after(round: int) -> None:
+            if simulation.plan is not None and round == simulation.plan.until:
+                started = time.perf_counter()
+                record({"round": round, "choice": simulation.choose().to_json()})
+                if run is not None:
+                    run.time("choice", round, time.perf_counter() - started)
             if ((evaluate_every and round % evaluate_every == 0) or round > rounds - average_last) and round < rounds:
                 evaluated(round)
 
         run_rounds(simulation, rounds, record, run, listeners, due=lambda round: round % checkpoint_every == 0, after=after)
         evaluation = evaluated(rounds)
         result = {"schema": SCHEMA, **settings, "metrics": history[-1]["evaluation"]}
+        if told := next((one["choice"] for one in history if one.get("choice")), None):
+            result["choice"] = told
         if average_last:
             recent = [one["evaluation"] for one in history if "evaluation" in one and one["round"] > rounds - average_last]
             if len(recent) < average_last:

@@ -1,0 +1,210 @@
+"""Settings of `adapt` that a federation chooses: by newcomers' scores, the same everywhere, kept with the run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import Stop, assert_same, stop_after
+from deployed import deployment, parts_of
+
+import fedbayes as fb
+from fedbayes import wire
+from fedbayes.algorithms.fedavg import FedAvg
+from fedbayes.algorithms.fedper import FedPer
+from fedbayes.data import Clients
+from fedbayes.engine import choose
+from fedbayes.engine.choose import Choice, Choosing, Plan, Up, candidates, decided
+from fedbayes.errors import UserError
+from fedbayes.models import Categorical, linear
+from fedbayes.primitives.training import Training
+from fedbayes.results.posterior import Posterior
+
+ROUNDS = 10
+
+
+def people(own, clients=12, rows=40, seed=0, hold_out=3):
+    """Clients with labels from a linear model, of which each has its own intercepts of this spread."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(clients * rows, 4)).astype(np.float32)
+    client = np.repeat(np.arange(clients), rows)
+    logits = x @ random.normal(size=(4, 3)) + own * random.normal(size=(clients, 3))[client]
+    y = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
+    return Clients.build(x, y, client, test=0.5, seed=seed).hold_out(hold_out, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def different():
+    return people(own=3.0)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return linear((4,), Categorical(3))
+
+
+@pytest.fixture(scope="module")
+def algorithm(network):
+    return FedAvg(network, train=Training(lr=0.3))
+
+
+@pytest.fixture(scope="module")
+def fit(algorithm, different):
+    return fb.simulate(algorithm, different, ROUNDS, modes=("global", "adapted"))
+
+
+def unseen(fit, mode="adapted"):
+    return fit.evaluation.summary()[mode]["unseen"]["log_score"]["rows"]
+
+
+def test_newcomers_who_differ_are_adapted_to(fit, algorithm, different):
+    before = fb.simulate(algorithm, different, ROUNDS, modes=("adapted",), choose=False)
+    assert unseen(fit) > unseen(fit, "global") + 0.3
+    assert unseen(fit) > unseen(before) + 0.2  # at the default step size hardly anything moves
+    told = fit.result["choice"]["up to 50 rows"]
+    assert told["settings"]["tune.lr"] > 0
+    assert told["gain"] > told["error"] > 0
+
+
+def test_newcomers_who_do_not_differ_are_left_alone(network):
+    alike = people(own=0.0)
+    fit = fb.simulate(FedAvg(network, train=Training(lr=0.3)), alike, 30, modes=("global", "adapted", "adapted:5"))
+    assert fit.result["choice"]["up to 10 rows"]["settings"]["tune.lr"] == 0
+    assert unseen(fit, "adapted:5") == pytest.approx(unseen(fit, "global"), abs=1e-6)
+
+
+def test_no_candidate_is_given_for_what_a_user_has_set(network):
+    assert candidates(FedAvg(network)).names == ("tune.lr", "tune.steps")
+    assert candidates(FedAvg(network, tune=Training(epochs=5, lr=0.02, momentum=0.9))).names == ("tune.steps",)
+    assert candidates(fb.KNNPer(network)) == ((), ())
+
+
+def test_the_first_candidate_does_not_adapt(algorithm, different):
+    names, values = candidates(algorithm)
+    server = algorithm.init_server(jax.random.key(0))
+    down, data = algorithm.broadcast(jax.random.key(0), server), different.example
+    data = jax.tree.map(jnp.asarray, data)
+    choice = Choice(names, np.tile(np.asarray(values[0], np.float32), (3, 1)))
+    adapted = choose.adapt(algorithm, choice, jax.random.key(1), down, algorithm.init_local(jax.random.key(0), data), data)
+    assert_same(adapted.params, down.params)
+
+
+def test_a_choice_depends_on_the_number_of_rows(algorithm, different):
+    down = algorithm.broadcast(jax.random.key(0), algorithm.init_server(jax.random.key(0)))
+    local = algorithm.init_local(jax.random.key(0), different.example)
+    choice = Choice(("tune.lr",), np.array([[0.0], [0.3], [0.0]], np.float32))
+    x, y = jnp.ones((60, 4)), jnp.zeros(60, jnp.int32)
+    for rows, moves in ((10, False), (11, True), (50, True), (51, False)):
+        data = fb.algorithm.Data(x, y, jnp.arange(60) < rows)
+        new = choose.adapt(algorithm, choice, jax.random.key(1), down, local, data)
+        assert (not jnp.allclose(new.params["head"]["bias"], down.params["head"]["bias"])) == moves
+
+
+def test_the_best_is_taken_where_it_is_ahead_by_its_error(algorithm):
+    C = len(candidates(algorithm).values)
+    score, square = np.zeros((3, C)), np.zeros((3, C))
+    score[:, 4], square[:, 4] = 50.0, 100.0
+    found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])))
+    np.testing.assert_allclose(found.gain, [0.125, 0.25, 0.5])
+    np.testing.assert_allclose(
+        found.error, [np.sqrt((0.25 - 0.125**2) / 100), np.sqrt((0.5 - 0.0625) / 100), np.sqrt(0.75 / 100)]
+    )
+    assert (found.choice.values == np.float32(candidates(algorithm).values[4])).all()
+    noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])))
+    assert (noisy.choice.values == 0).all()  # and sizes without rows follow
+    none = decided(algorithm, Up(score, square, np.zeros(3)))
+    np.testing.assert_allclose(none.choice.values[0], [algorithm.tune.lr, algorithm.tune.steps])
+
+
+def test_newcomers_do_not_train_until_the_choice(algorithm, different):
+    plan = Plan.of(algorithm, 0, different.participants, ROUNDS)
+    assert (plan.until, len(plan.newcomers)) == (8, 2)
+    simulation = fb.Simulation(algorithm, different, plan=plan)
+    assert not np.isin(plan.newcomers, simulation.chosen(8)).any()
+    assert np.isin(plan.newcomers, simulation.chosen(9)).all()
+    assert Plan.of(algorithm, 0, different.participants, 9) is None
+    assert Plan.of(algorithm, 0, different.participants[:1], ROUNDS) is None
+
+
+def test_what_leaves_a_newcomer_are_sums(algorithm, different):
+    leaves = [leaf for leaf in wire.manifest(Choosing(algorithm), different.example) if leaf.message == "up"]
+    assert {leaf.path: (leaf.shape, leaf.reduction) for leaf in leaves} == {
+        "score": ((3, 11), "sum"),
+        "square": ((3, 11), "sum"),
+        "rows": ((3,), "sum"),
+    }
+
+
+def test_loop_and_coordinator_choose_as_the_simulator(algorithm, network, tmp_path):
+    clients = people(own=3.0, clients=4, hold_out=0)
+    algorithm = FedPer(network, personal=("head/bias",), train=Training(lr=0.3))
+    fit = fb.simulate(algorithm, clients, ROUNDS, seed=5, modes=("adapted",))
+    loop = fb.simulate(algorithm, clients, ROUNDS, seed=5, modes=("adapted",), clients="loop")
+    coordinator, post = deployment(algorithm.planned(ROUNDS, **clients.facts), parts_of(clients), tmp_path, rounds=ROUNDS)
+    result = coordinator.finish(post)
+    for label, told in fit.result["choice"].items():
+        for other in (loop.result, result):
+            assert other["choice"][label]["settings"] == told["settings"]
+            assert other["choice"][label]["gain"] == pytest.approx(told["gain"], abs=1e-4)
+    adapted = result["metrics"]["adapted"]["participating"]["log_score"]["rows"]
+    assert adapted == pytest.approx(fit.result["metrics"]["adapted"]["participating"]["log_score"]["rows"], abs=1e-4)
+    x, y = clients.rows("2")
+    mine, theirs = (one.adapt(x, y).predict(x) for one in (fit.newcomer, post.places[2].posterior()))
+    np.testing.assert_allclose(mine.shape, theirs.shape)
+
+
+@pytest.mark.parametrize("after", [7, 8, 9])
+def test_a_run_that_stops_around_the_choice_resumes_to_the_bit(after, fit, algorithm, different, tmp_path):
+    options = {"modes": ("global", "adapted"), "folder": tmp_path / "run", "checkpoint_every": 1}
+    with pytest.raises(Stop):
+        fb.simulate(algorithm, different, ROUNDS, **options, callbacks=[stop_after(after)])
+    again = fb.simulate(algorithm, different, ROUNDS, **options, resume=True)
+    assert again.result["choice"] == fit.result["choice"]
+    assert_same(again.evaluation.scores, fit.evaluation.scores)
+
+
+def test_a_run_that_is_extended_keeps_its_choice(algorithm, different, tmp_path):
+    first = fb.simulate(algorithm, different, ROUNDS, folder=tmp_path / "run")
+    longer = fb.simulate(algorithm, different, ROUNDS + 5, folder=tmp_path / "run", resume=True)
+    assert longer.result["choice"] == first.result["choice"]
+
+
+def test_the_choice_is_in_the_folder_and_in_files(fit, algorithm, different, tmp_path):
+    kept = fb.simulate(algorithm, different, ROUNDS, modes=("global", "adapted"), folder=tmp_path / "run")
+    x, y = different.rows("0")
+    opened = fb.open(tmp_path / "run")
+    np.testing.assert_allclose(opened.adapt(x, y).predict(x), kept.adapt(x, y).predict(x), atol=1e-6)
+    kept.shared.save(tmp_path / "shared.safetensors")
+    again = Posterior.load(tmp_path / "shared.safetensors")
+    np.testing.assert_array_equal(again.choice.values, kept.shared.choice.values)
+    np.testing.assert_allclose(again.adapt(x, y).predict(x), fit.shared.adapt(x, y).predict(x), atol=1e-6)
+    still = kept.replace(tune=Training(epochs=0))  # what a user sets is not chosen
+    assert still.shared.choice is None
+    np.testing.assert_allclose(still.adapt(x, y).predict(x), kept.predict(x), atol=1e-6)
+
+
+def test_a_choice_of_other_settings_is_refused(algorithm):
+    for given in ({"names": ["model"], "values": [[1.0]] * 3}, {"names": ["tune.lr"], "values": [[float("nan")]] * 3}):
+        with pytest.raises(UserError, match="the choice has"):
+            Choice.from_json(algorithm, given)
+
+
+def test_all_candidates_are_one_program(algorithm, different):
+    settings = dataclasses.replace(algorithm, train=Training(lr=0.31))  # so that no other test has compiled it
+    simulation = fb.Simulation(settings, different, plan=Plan.of(settings, 0, different.participants, ROUNDS))
+    simulation.step()
+    simulation.choose()
+    compiled = []
+    event = "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name == event else None
+    )
+    simulation.choose()
+    assert not compiled
+
+
+def test_unknown_modes_are_refused(algorithm, different):
+    for mode in ("adapted:0", "adapted:x", "global:5"):
+        with pytest.raises(UserError, match="there is no mode"):
+            fb.simulate(algorithm, different, 1, modes=(mode,))
