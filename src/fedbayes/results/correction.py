@@ -4,9 +4,10 @@
     weights  w_s = p(z_s) Π_j p(y_j | z_s) / Σ_r N_r/N proposal_r(z_s)              from all rounds so far
     next     a mixture of t densities fitted to the weighted points, and so on      while k̂ or the effective size is poor
 
-Where q is a product of factors (EP, PVI), draws of the prior itself times the silos' factors come first: they are weighed by
-Π_j p(y_j | z_s) / t_j(z_s), which is close to 1 where silos' factors fit, however far from a Gaussian the prior is. The rest
-is adaptive multiple importance sampling (Cornuet et al. 2012) with Pareto-smoothed weights (Vehtari et al. 2024). A round
+Where q is a product of factors (EP, PVI), draws of g = p(Z_G) Π_j t_j(Z_G), the prior itself times the silos' factors, are the
+second proposal: a good one where silos' factors fit, however far from a Gaussian the prior is. Its constant comes from bridge
+sampling (Meng and Wong 1996) between its draws and the points before, which reach into tails that g may lack. The rest is
+adaptive multiple importance sampling (Cornuet et al. 2012) with Pareto-smoothed weights (Vehtari et al. 2024). A round
 asks each silo for two numbers a point, of which the server needs the sums (algorithms/evidence.py). Nothing here knows who asks
 the silos: a simulation does, or the coordinator of a deployment.
 """
@@ -130,10 +131,10 @@ class Proposal(NamedTuple):
 
 
 class Tilted(NamedTuple):
-    """Draws from the prior times the silos' factors (primitives/tilted.py): points, log Π_j t_j, and whether chains mixed."""
+    """Draws from the prior times the silos' factors (primitives/tilted.py), log Π_j t_j at points, and whether chains mixed."""
 
     z: Points
-    log_factors: Float[np.ndarray, " s"]
+    log_factors: Density
     mixed: bool
 
     @classmethod
@@ -141,7 +142,14 @@ class Tilted(NamedTuple):
         """From NUTS at the server."""
         found = tilted.draws(structured, POINTS, jax.random.key(seed), q, factors)
         mixed = bool(found.health.rhat < MIXED) and bool(found.health.ess > LEAST)
-        return cls(np.asarray(found.z, float), np.asarray(found.log_factors, float), mixed and bool(np.isfinite(found.z).all()))
+        mean, root = np.asarray(q.mean, float), np.asarray(gaussian.root(q), float)
+        shift, precision = (np.asarray(part, float) for part in factors)
+
+        def log_factors(z: Points) -> Float[np.ndarray, " s"]:
+            u = np.linalg.solve(root, (z - mean).T).T
+            return u @ shift - np.einsum("si,ij,sj->s", u, precision, u) / 2
+
+        return cls(np.asarray(found.z, float), log_factors, mixed and bool(np.isfinite(found.z).all()))
 
 
 class Sampler:
@@ -162,10 +170,11 @@ class Sampler:
         self.q, self.log_prior, self.ask, self.seed, self.points, self.frame = q, log_prior, ask, seed, points, frame
         mean, root = np.asarray(q.mean, float), np.asarray(gaussian.root(q), float)
         self.normal = Component(1.0, mean, root, math.inf)
-        self.proposals: list[Proposal] = []
+        self.proposals: list[Proposal | Tilted] = []
+        self.counts: list[int] = []
         self.z: Points = np.zeros((0, len(mean)))
         self.x, self.slope = self.z, np.zeros(0)
-        self.log_p = self.difference = np.zeros(0)
+        self.log_p = self.prior = self.difference = np.zeros(0)
         self.told: list[Told] = []
 
     @property
@@ -177,13 +186,22 @@ class Sampler:
         """One more evidence round, from q at first and then from mixtures fitted to the weighted points."""
         random = np.random.default_rng([self.seed, self.rounds])
         proposal = self._next() if self.rounds else self._first(random)
-        z = self._draw(proposal, random)
+        return self._asked(self._draw(proposal, random), proposal)
+
+    def from_factors(self, draws: Tilted) -> Corrected:
+        """One more evidence round, about draws of p Π_j t_j."""
+        if not self.rounds:
+            self.round()
+        return self._asked(draws.z, draws)
+
+    def _asked(self, z: Points, proposal: Proposal | Tilted) -> Corrected:
         # Points cross as the silos' numbers, and are what they are after that.
         z = z.astype(np.asarray(self.q.mean).dtype).astype(float)
         self.proposals.append(proposal)
-        told = self.ask(z, self.rounds)
+        self.counts.append(len(z))
+        told, prior = self.ask(z, self.rounds), np.asarray(self.log_prior(z), float)
         with np.errstate(invalid="ignore"):
-            log_p = np.asarray(told.evidence, float) + np.asarray(self.log_prior(z), float)
+            log_p = np.asarray(told.evidence, float) + prior
         log_p = np.where(np.isfinite(log_p) & (np.asarray(told.evidence) > FLOOR / 10), log_p, -np.inf)
         self.told.append(told)
         self.z = np.concatenate([self.z, z])
@@ -191,35 +209,46 @@ class Sampler:
             self.x, self.slope = self.frame.to(self.z)
             fine = np.isfinite(self.x).all(axis=1) & np.isfinite(self.slope)
             self.x, self.slope = np.where(fine[:, None], self.x, 0.0), np.where(fine, self.slope, -np.inf)
-        self.log_p = np.concatenate([self.log_p, log_p])
+        self.log_p, self.prior = np.concatenate([self.log_p, log_p]), np.concatenate([self.prior, prior])
         self.difference = np.concatenate([self.difference, np.asarray(told.difference, float)])
         return self.weighed()
 
     def of_q(self) -> tuple[Points, Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
         """The points that q itself gave, their log importance ratios, and the difference between halves."""
-        count = round(self.proposals[0].plain[0].share * self.points)
+        first = self.proposals[0]
+        assert isinstance(first, Proposal)
+        count = round(first.plain[0].share * self.points)
         z = self.z[:count]
         return z, self.log_p[:count] - self.normal.log_density(z), self.difference[:count]
 
     def weighed(self) -> Corrected:
         """All points so far, with their weights."""
-        mixed = [self._log_density(one) for one in self.proposals]
-        log_q = np.logaddexp.reduce(mixed) - math.log(len(mixed))
-        ratios = self.log_p - log_q
+        ratios = self.log_p - self._log_mixture()
         weights, khat = smoothed(ratios)
         halves = tuple(smoothed(ratios + sign * self.difference / 2)[0] for sign in (1, -1))
         ess = float(1 / np.sum(weights**2))
         return Corrected(self.z, weights, khat, ess, self.rounds, self._sent(self.rounds), halves)  # type: ignore[arg-type]
 
-    def from_factors(self, draws: Tilted) -> Corrected:
-        """Draws of p Π_j t_j, weighed by Π_j L_j / t_j in one evidence round of their own."""
-        told = self.ask(draws.z, self.rounds + 1)
-        evidence = np.asarray(told.evidence, float)
-        ratios = np.where(np.isfinite(evidence) & (evidence > FLOOR / 10), evidence - draws.log_factors, -np.inf)
-        halves = tuple(smoothed(ratios + sign * np.asarray(told.difference, float) / 2)[0] for sign in (1, -1))
-        weights, khat = smoothed(ratios)
-        rounds = self.rounds + 1
-        return Corrected(draws.z, weights, khat, float(1 / np.sum(weights**2)), rounds, self._sent(rounds), halves)  # type: ignore[arg-type]
+    def _log_mixture(self) -> Float[np.ndarray, " s"]:
+        """The log density of all proposals together, each with its share of the points."""
+        plain = [place for place, one in enumerate(self.proposals) if isinstance(one, Proposal)]
+        shares = np.log(np.array(self.counts) / sum(self.counts))
+        found = np.logaddexp.reduce([shares[place] + self._log_density(self.proposals[place]) for place in plain])  # type: ignore[arg-type]
+        ends = np.cumsum([0, *self.counts])
+        for place, one in enumerate(self.proposals):
+            if isinstance(one, Tilted):
+                with np.errstate(invalid="ignore"):
+                    log_g = np.nan_to_num(self.prior + one.log_factors(self.z), nan=-np.inf, posinf=-np.inf)
+                own = slice(ends[place], ends[place + 1])
+                others = np.ones(len(self.z), bool)
+                others[own] = False
+                total = np.log(sum(self.counts[at] for at in plain) / sum(self.counts))
+                ratio = log_g - (found - total)
+                weights, _ = smoothed(ratio[others])
+                if 1 / np.sum(weights**2) < LEAST:  # too little in common for a constant: g's draws stand alone
+                    return np.where(others, np.inf, log_g)
+                found = np.logaddexp(found, shares[place] + log_g - bridge(ratio[others], ratio[own]))
+        return found
 
     def _sent(self, rounds: int) -> int:
         return rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
@@ -278,6 +307,24 @@ class Sampler:
             share = float(weights @ (1 / (1 + np.exp(np.clip(one - other, -50, 50)) * (1 - share) / share)))
             share = min(max(share, 0.15), 0.85)
         return Proposal(mixtures.scaled(plain, 1 - share), mixtures.scaled(framed, share))
+
+
+def bridge(of_f: Float[np.ndarray, " s"], of_g: Float[np.ndarray, " r"], steps: int = 50) -> float:
+    """The log constant of a density g by bridge sampling, from log g / f at draws of f and at draws of g.
+
+    >>> random = np.random.default_rng(0)
+    >>> log_ratio = lambda z: np.log(3 / 2) - z**2 / 8 + z**2 / 2  # f = N(0, 1), g = 3 N(0, 4)
+    >>> found = bridge(log_ratio(random.normal(size=4000)), log_ratio(2 * random.normal(size=1000)))
+    >>> bool(abs(found - np.log(3)) < 0.05)
+    True
+    """
+    share_f, share_g = np.log(np.array([len(of_f), len(of_g)]) / (len(of_f) + len(of_g)))
+    constant = float(np.median(of_g))
+    for _ in range(steps):
+        mixed_f, mixed_g = (np.logaddexp(share_g + one, share_f + constant) for one in (of_f, of_g))
+        over_f = np.logaddexp.reduce(of_f - mixed_f) - np.log(len(of_f))
+        constant = float(over_f - np.logaddexp.reduce(-mixed_g) + np.log(len(of_g)))
+    return constant
 
 
 def _whole(mixture: Mixture) -> Mixture:
