@@ -12,6 +12,7 @@ from tyro.conf import UseAppendAction, arg
 from fedbayes import files
 from fedbayes.cli.arguments import Chosen, choose, keeping
 from fedbayes.cli.display import progress_bar, result_table, show
+from fedbayes.engine.choose import described
 from fedbayes.errors import UserError
 from fedbayes.results.fit import Fit
 from fedbayes.results.opened import open as open_run
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str]) -> None:
         callbacks = (add(name, settings.rounds), *trackers)
         fit = _simulated(chosen, folder, resume=options.resume, force=options.force, callbacks=callbacks)
     show(result_table({name: [fit.result]}, f"{name} on {data.name}, {settings.rounds} rounds, seed {options.seed}"))
+    for rows, settings_of in described(fit.result.get("choice", {})):
+        show(f"adapt, {rows}: {settings_of}")
     show(f"run folder: {folder}")
 
 

@@ -251,6 +251,21 @@ class Chosen(NamedTuple):
         return told
 
 
+def described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `Chosen.to_json` told, in words: the settings and their gain, for each size.
+
+    >>> one = {"settings": {"tune.lr": 0.01}, "gain": 0.25, "error": 0.04, "rows": 90}
+    >>> described({"up to 10 rows": one, "more rows": {**one, "settings": {"tune.lr": 0.0}, "gain": 0.0}})[0]
+    ('up to 10 rows', 'tune.lr 0.01; 0.250 ± 0.040 nats a row better than not adapting')
+    """
+    found = []
+    for label, one in told.items():
+        settings = ", ".join(f"{name} {value:g}" for name, value in one["settings"].items())
+        gain = f"{one['gain']:.3f} ± {one['error']:.3f} nats a row better than not adapting"
+        found.append((label, f"{settings}; {gain}" if one["gain"] > 0 else "do not adapt"))
+    return found
+
+
 def decided(algorithm: AnyNetwork, told: Up) -> Chosen:
     """The best candidate for each size, or the first where none is ahead of it by its standard error.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedbayes import wire
+from fedbayes.engine.choose import described
 from fedbayes.evaluation.score import SHOWN, about_numbers
 from fedbayes.evaluation.tables import PERCENT
 from fedbayes.report import curves
@@ -68,7 +69,13 @@ def results(record: Record) -> Section:
     if average := figures_of((record.result or {}).get("average")):
         last = record.config.get("average_last")
         blocks.append(result_table(average, f"Mean over the last {last} rounds"))
-    return Section("Results", [*blocks, Prose(MEANING)])
+    blocks.append(Prose(MEANING))
+    if told := (record.result or {}).get("choice"):
+        rows = [[label, words] for label, words in described(told)]
+        blocks.append(
+            Table(("to adapt with", "settings"), rows, "Chosen by clients that had not trained yet, on their rows", 2)
+        )
+    return Section("Results", blocks)
 
 
 def result_table(figures: Figures, caption: str) -> Table:

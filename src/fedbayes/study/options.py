@@ -66,13 +66,16 @@ class RunOptions:
     """Share of a cohort that does not answer."""
     likelihood: Literal["categorical", "bernoulli", "normal", "poisson"] | None = None
     """What the network's outputs mean; by default it follows from the target."""
+    choose: bool = True
+    """Let the federation choose settings of adapt that are not given, in runs of ten rounds or more."""
     loop: bool = False
     """Run clients one by one, slower, and name the client and the step if one fails."""
 
     @property
     def keywords(self) -> dict[str, Any]:
         """What `simulate` gets of them."""
-        return {"cohort": self.cohort, "dropout": self.dropout, "clients": "loop" if self.loop else "vmap"}
+        backend = "loop" if self.loop else "vmap"
+        return {"cohort": self.cohort, "dropout": self.dropout, "choose": self.choose, "clients": backend}
 
 
 def unbuilt(spec: str) -> Model:
