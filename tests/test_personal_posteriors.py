@@ -223,3 +223,14 @@ def test_laplace_helps_newcomers_where_clients_differ():
     for metric, better in (("rmse", -1), ("log_score", 1)):
         shared, own = (found[mode]["unseen"][metric]["rows"] for mode in ("global", "adapted"))
         assert better * own > better * shared
+
+
+def test_a_client_s_own_noise_is_found_where_the_shared_one_is_too_wide():
+    """The shared model's residuals hold the spread between clients; `log_scale` among the personal layers leaves it out."""
+    clients, model = regression((), Normal(scale=None), clients=12, count=60)
+    train = Training(lr=0.05, batch=16)
+    scores = []
+    for personal in (("head",), ("head", "log_scale")):
+        algorithm = FedPop(model, personal=personal, sigma=0.5, spread="feature", train=train)
+        scores.append(assess(simulated(algorithm, clients, 10)).summary()["adapted"]["unseen"]["log_score"]["rows"])
+    assert scores[1] > scores[0] + 0.1

@@ -110,7 +110,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """
 
     personal: tuple[str, ...] = ("head",)
-    """Paths of the layers that stay with the client."""
+    """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
     form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
     sigma: float = setting(0.1, above=0)
@@ -148,7 +148,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         network = self.model.init(key)
         mu, phi = self._split(network)
         if self.form == "laplace":
-            relative = None if self.spread == "one" else jax.tree.map(lambda leaf: jnp.ones_like(leaf[..., :1]), mu)
+            relative = None if self.spread == "one" else jax.tree.map(lambda leaf: jnp.ones_like(_by_feature(leaf)), mu)
             return Server(phi, mu, relative, *self.server_step.start(network)[1:])
         phi, start, optimiser = self.server_step.start(phi)
         return Server(phi, mu, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.sigma**2), mu), start, optimiser)
@@ -224,7 +224,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         share = (up.clients - 1) / (up.clients - 1 + PSEUDO)  # one client says nothing of a spread
 
         def step(old: Array, spread: Array) -> Array:
-            found = jnp.where(mean > 0, jnp.mean(spread, axis=-1, keepdims=True) / jnp.where(mean > 0, mean, 1.0), 1.0)
+            found = jnp.where(mean > 0, _by_feature(spread) / jnp.where(mean > 0, mean, 1.0), 1.0)
             return old + self.prior_step * (1 + share * (found - 1) - old)
 
         return jax.tree.map(step, old, spread)
@@ -285,3 +285,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
         kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.keep, *leaf.shape)), start)
         return jax.lax.fori_loop(0, steps, step, (start, kept))[1]
+
+
+def _by_feature(leaf: Array) -> Array:
+    """The mean over the outputs, which are the last axis; a scalar as it is."""
+    return leaf if leaf.ndim == 0 else jnp.mean(leaf, axis=-1, keepdims=True)
