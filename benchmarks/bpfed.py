@@ -72,7 +72,7 @@ def sgd(size: str, lr: float) -> fb.Training:
 METHODS = {
     "bpfed": lambda model, size: fb.BPFed(model, train=adam(size), tune=TUNE),
     "pfedbayes": lambda model, size: fb.PFedBayes(model, train=adam(size), tune=TUNE),
-    "fedsoul": lambda model, size: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=adam(size)),
+    "fedsoul": lambda model, size: fb.FedPop(model, form="langevin", eta=1e-3, prior_step=0.5, steps=20, train=adam(size)),
     "fedper": lambda model, size: fb.FedPer(model, train=adam(size), tune=TUNE),
     "fedrep": lambda model, size: fb.FedRep(model, head=adam(size), train=adam(size, epochs=1), tune=TUNE),
     "fedrep-released": lambda model, size: ReleasedFedRep(model, adam(size)),

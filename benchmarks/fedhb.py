@@ -96,7 +96,9 @@ METHODS = {
     "fedpa": lambda model, tau, data: fb.FedPA(model),
     "fedbe": lambda model, tau, data: fb.FedBE(model, unlabelled=unlabelled(data), train=training(tau)),
     "fedem": lambda model, tau, data: fb.FedEM(model, fine_tune=True, train=training(tau)),
-    "fedpop": lambda model, tau, data: fb.FedPop(model, eta=1e-3, prior_step=0.5, steps=20, train=training(tau)),
+    "fedpop": lambda model, tau, data: fb.FedPop(
+        model, form="langevin", eta=1e-3, prior_step=0.5, steps=20, train=training(tau)
+    ),
 }
 ALL_LAYERS = {
     "niw-all": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.2, train=training(tau)),

@@ -1,4 +1,4 @@
-"""One row for each registered algorithm: a small instance that test_algorithms.py puts through every common test.
+"""One row for each registered algorithm, and for other forms of some: a small instance for every common test.
 
 Over clients, a row is a function of the network that the tests train; over silos, of the two functions of their model.
 """
@@ -36,7 +36,9 @@ TABLE = {
     "pfedbayes": lambda model: fb.PFedBayes(
         model, zeta=0.1, draws=3, train=fb.Training(2, "adam", 8, lr=0.02), tune=fb.Training(5, "adam", 8, lr=0.02)
     ),
-    "fedpop": lambda model: fb.FedPop(model, eta=0.01, sigma=0.5, adapt_steps=20, draws=3, train=TRAIN),
+    "fedpop": lambda model: fb.FedPop(model, form="langevin", eta=0.01, sigma=0.5, adapt_steps=20, draws=3, train=TRAIN),
+    "fedpop-laplace": lambda model: fb.FedPop(model, draws=3, train=TRAIN),
+    "fedpop-feature": lambda model: fb.FedPop(model, spread="feature", temperature=0.1, draws=3, train=TRAIN),
     "ifca": lambda model: fb.IFCA(model, K=2, fine_tune=True, train=TRAIN, tune=TUNE),
     "ditto": lambda model: fb.Ditto(model, lam=0.1, personal_epochs=2, train=TRAIN, tune=TUNE),
     "apfl": lambda model: fb.APFL(model, train=TRAIN, tune=TUNE),
@@ -54,13 +56,22 @@ TABLE = {
     "pvi": lambda population, silo: fb.PVI(population, silo, steps=5),
 }
 
+VARIANTS = {"fedpop-laplace": "fedpop", "fedpop-feature": "fedpop"}
+"""Rows that are another form of a registered algorithm."""
+
+
+def registered(name):
+    """The name in the registry of a row's algorithm."""
+    return VARIANTS.get(name, name)
+
+
 OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedvi", "bpfed", "pvi")
 """Methods of different shapes, for which `make test` runs all common tests."""
 
 
 def methods(kind=None, often=OFTEN):
     """Parametrise a test by `name`, a row of the table; those not in `often` are left to `make test-all`."""
-    chosen = [name for name in TABLE if kind is None or REGISTRY[name].kind == kind]
+    chosen = [name for name in TABLE if kind is None or REGISTRY[registered(name)].kind == kind]
     return pytest.mark.parametrize("name", [method(name, often=often) for name in chosen])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import Stop, assert_close, assert_same, simulated, stop_after
-from table import TABLE
+from table import TABLE, registered
 
 import fedbayes as fb
 from fedbayes import cli
@@ -245,7 +245,7 @@ def test_server_optimisers_end_at_the_mode(step):
 
 
 def has_step(name):
-    return any(field.name == "server_step" for field in dataclasses.fields(find(name)))
+    return any(field.name == "server_step" for field in dataclasses.fields(find(registered(name))))
 
 
 STEPPED = [name for name in TABLE if has_step(name)]

@@ -122,8 +122,8 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
     """A frozen dataclass of hyper-parameters whose methods are pure functions of pytrees.
 
     The fields of `Up` declare how they are reduced: `Mean`, `Sum` or `Stack`. A field named `weight`, declared `Sum`, weighs
-    the `Mean` fields; without one, every client counts the same. There is no side channel: what the server should see is a
-    field of `Up`.
+    the `Mean` fields; without one, or where it is None, every client counts the same. There is no side channel: what the server
+    should see is a field of `Up`.
     """
 
     default_rounds: ClassVar[int] = 100

@@ -1,6 +1,26 @@
 """FedPop: a shared representation under personal heads with a population prior (Kotelevskii et al. 2022, FedSOUL).
 
-    y ~ p(y | x, φ, z_i),   z_i ~ N(μ, σ²) weight by weight:  the body φ is shared, the head z_i is the client's
+    y ~ p(y | x, φ, z_i),   z_i ~ N(μ, σ² V):  the body φ is shared, the head z_i is the client's
+
+`form="laplace"`, the default, learns φ and μ as one network and fits a client's head by Laplace's approximation:
+
+    client:  epochs on −1/n Σ log p(y | x, φ, μ) over φ and μ together
+             with spread="feature" also its own mode ẑ_i under N(μ, σ² V), of which it sends ẑ_i − μ and (ẑ_i − μ)²
+    server:  φ, μ ← means of the φ_i, μ_i by rows;   V ← variance of the ẑ_i around their mean, see below
+    adapt:   ẑ = argmax Σ log p(y | x, φ, z) − Σ (z − μ)² / 2σ²V  by Newton,   draws of z from N(ẑ, T H⁻¹)
+             H = JᵀWJ + diag(1/σ²V), J = ∂outputs/∂z, W the Fisher information of a row's outputs
+
+H is not approximated further: with a dense head and a normal likelihood of known scale the posterior at T = 1 is exact. V is 1
+for all weights (spread="one"), or one number for each feature: the variance of the ẑ_i, averaged over the outputs, relative to
+its mean over all weights, shrunk towards 1 as `PSEUDO` clients would and damped by `prior_step`. So σ is the root mean square
+of the spread in either case. σ and T are best chosen together on held-back rows: at T = 1 directions that no row determines
+keep the prior's whole width, so only a narrow prior predicts well; at T = 0, the mode alone, a wide one often does.
+
+A client keeps nothing while it trains. Without `adapt` it predicts with μ, one draw: outputs of heads drawn from a wide
+N(μ, σ² V) would be noise.
+
+`form="langevin"` is the published protocol. There the prior is σ², weight by weight:
+
     client:  M Langevin steps on z_i, of which the last are kept:
              z ← z + η/2 ∇_z [Σ log p(y | x, φ, z) + log N(z; μ, σ²)] + √η ξ,    ξ ~ N(0, I)
              then shared epochs on φ: the mean over the kept z of −1/n Σ log p(y | x, φ, z)
@@ -18,34 +38,38 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, Params, setting
+from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.errors import UserError
+from fedbayes.primitives import laplace
 from fedbayes.primitives.averaging import Stepping
-from fedbayes.primitives.training import Training, descend, drawn, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, drawn, fit, in_blocks, mean_loss, rows
+
+PSEUDO = 10
+"""V is shrunk towards 1 as if so many clients had been seen whose heads spread alike in all features."""
 
 
 class Server(NamedTuple):
-    """The body φ, the population's μ and σ² of the head, the rounds behind them, and the server's optimiser's state if any."""
+    """The body φ, the population's μ and σ² or V of the head, the rounds behind them, the server's optimiser's state if any."""
 
     phi: Params
     mu: Params
-    variance: Params
+    variance: Params | None
     round: Int[Array, ""]
     optimiser: Any = None
 
 
 class Local(NamedTuple):
-    """The draws of the client's head that were kept, the last of which goes on, and whether there are any."""
+    """Draws of the client's head, and whether there are any; with Laplace's form nothing before `adapt`."""
 
-    z: Params
-    own: Bool[Array, ""]
+    z: Params | None
+    own: Bool[Array, ""] | None
 
 
 class Down(NamedTuple):
@@ -53,48 +77,64 @@ class Down(NamedTuple):
 
     phi: Params
     mu: Params
-    variance: Params
+    variance: Params | None
     lr: Float[Array, ""]
 
 
 class Up(NamedTuple):
-    """The client's φ, the mean of its kept heads and of their squared distance from μ, and its training loss."""
+    """The client's φ and its training loss; of its head what its form sends, all else None.
+
+    laplace: the trained μ_i and the number of rows; with spread="feature" also the mode's distance from μ, its square, and 1.
+    langevin: the mean of the kept heads and of their squared distance from μ.
+    """
 
     phi: Mean[Params]
     z: Mean[Params]
-    square: Mean[Params]
+    square: Mean[Params | None]
     loss: Mean[Float[Array, ""]]
+    distance: Mean[Params | None] = None
+    clients: Sum[Float[Array, ""] | None] = None
+    weight: Sum[Float[Array, ""] | None] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class FedPop(Stepping[Server, Local, Down, Up]):
-    """Heads are sampled from their posterior on the client; body and population prior are learnt together.
+    """Features are shared; a client's head has a posterior under a population prior.
 
-    >>> from fedbayes.models import Categorical, mlp
-    >>> FedPop(mlp((64,), Categorical(10))).keep
-    5
+    >>> import fedbayes as fb
+    >>> clients = fb.data.synthetic(clients=8, rows=20, features=4, classes=3).hold_out(2)
+    >>> fit = fb.simulate(FedPop(fb.network("mlp", clients, hidden=(8,)), draws=5), clients, rounds=2)
+    >>> x, y = clients.rows(str(clients.names[clients.unseen][0]))
+    >>> fit.adapt(x, y).draws(x).shape
+    (5, 16, 3)
     """
 
     personal: tuple[str, ...] = ("head",)
-    """Paths of the layers that stay with the client."""
-    steps: int = 10
-    """M, Langevin steps in a round."""
-    keep: int = setting(5, least=1)
-    """The last so many are kept."""
-    eta: float = setting(1e-4, above=0)
-    """η, the Langevin step size."""
+    """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
+    form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
+    """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
     sigma: float = setting(0.1, above=0)
-    """σ of the population prior at the start."""
-    least: float = 1e-3
-    """σ does not fall below this."""
+    """σ of the population prior; with Langevin steps at the start."""
+    spread: Literal["one", "feature"] = setting("one", "feature")
+    """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
+    temperature: float = setting(1.0, least=0)
+    """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
+    draws: int = setting(10, least=1)
+    """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""
     prior_step: float = setting(0.1, least=0, most=1)
-    """How far the prior moves to its new value in a round; 0 keeps it fixed."""
+    """How far the prior's variance, and with Langevin steps its mean, moves to its new value in a round; 0 keeps it fixed."""
+    steps: int = 10
+    """Langevin: M, steps in a round."""
+    keep: int = setting(5, least=1)
+    """Langevin: the last so many are kept."""
+    eta: float = setting(1e-4, above=0)
+    """Langevin: η, the step size."""
+    least: float = 1e-3
+    """Langevin: σ does not fall below this."""
     adapt_steps: int = 100
-    """Langevin steps in `adapt`."""
-    draws: int = 10
-    """Heads from the population that predict for a client without its own."""
+    """Langevin: steps in `adapt`."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
-    """A client's epochs on φ; its batch is also that of a Langevin step."""
+    """A client's epochs; its batch is also that of a Langevin step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,13 +145,19 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """Body and μ as the network starts."""
-        mu, phi = trees.split(self.model.init(key), self.personal)
+        network = self.model.init(key)
+        mu, phi = self._split(network)
+        if self.form == "laplace":
+            relative = None if self.spread == "one" else jax.tree.map(lambda leaf: jnp.ones_like(_by_feature(leaf)), mu)
+            return Server(phi, mu, relative, *self.server_step.start(network)[1:])
         phi, start, optimiser = self.server_step.start(phi)
         return Server(phi, mu, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.sigma**2), mu), start, optimiser)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """No draws yet."""
-        mu, _ = trees.split(self.model.init(key), self.personal)
+        if self.form == "laplace":
+            return Local(None, None)
+        mu, _ = self._split(self.model.init(key))
         return Local(jax.tree.map(lambda leaf: jnp.zeros((self.keep, *leaf.shape)), mu), jnp.bool_(False))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
@@ -119,7 +165,75 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         return Down(server.phi, server.mu, server.variance, self.train.lr_of(server.round + 1))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
-        """Langevin on the head, then shared epochs."""
+        """Local epochs; with Langevin steps on the head before them, or the head's mode beside them."""
+        if self.form == "langevin":
+            return self._langevin_client(key, down, local, data)
+        network, loss = fit(self.model, trees.merge(down.phi, down.mu), self.train, key, data, down.lr)
+        z, phi = self._split(network)
+        if self.spread == "one":
+            return Up(phi, z, None, loss, weight=rows(data)), local
+        distance = jax.tree.map(jnp.subtract, laplace.mode(self.head(down, data)), down.mu)
+        square = jax.tree.map(jnp.square, distance)
+        return Up(phi, z, square, loss, distance, jnp.float32(1), rows(data)), local
+
+    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
+        """The means, or a step towards them; a damped step of the prior's variance."""
+        if self.form == "langevin":
+            return self._langevin_server(server, up)
+        old, new = (trees.merge(one.phi, mu) for one, mu in ((server, server.mu), (up, up.z)))
+        network, number, optimiser = self.server_step.next(old, server.round, server.optimiser, new)
+        mu, phi = self._split(network)
+        return Server(phi, mu, self._relative(server.variance, up), number, optimiser)
+
+    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
+        """Draws from the posterior of the head, φ as it is."""
+        if self.form == "langevin":
+            return Local(self.langevin(key, down, local, data, self.adapt_steps), jnp.bool_(True))
+        head = self.head(down, data)
+        return Local(laplace.draws(key, head, laplace.mode(head), self.draws, self.temperature), jnp.bool_(True))
+
+    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
+        """The client's draws of its head; where it has none μ, or with Langevin steps draws from the population."""
+        if local.z is None:
+            return self.model.apply(trees.merge(down.phi, down.mu), x)[None]
+        heads = local.z if self.form == "laplace" else self._langevin_heads(key, down, local)
+        return jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
+
+    def head(self, down: Down, data: Data) -> laplace.Head:
+        """The client's rows as a function of its head, and the population prior."""
+        exists = data.mask.reshape(-1, *(1,) * (data.x.ndim - 1))
+        x, y = jnp.where(exists, data.x, jnp.zeros_like(data.x)), jnp.where(data.mask, data.y, jnp.zeros_like(data.y))
+        readout = self.model.apply
+        if self.model.features is not None and self.model.readout is not None and self.personal == ("head",):
+            readout, x = self.model.readout, in_blocks(self.model.features, down.phi, x)
+        relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
+        variance = jax.tree.map(lambda v: jnp.square(self.sigma) * v, relative)
+
+        def outputs(z: Params) -> Float[Array, "n k"]:
+            return readout(trees.merge(down.phi, z), x)
+
+        return laplace.Head(outputs, self.model.likelihood, y, data.mask, down.mu, variance)
+
+    def _relative(self, old: Params | None, up: Up) -> Params | None:
+        """V after a round: the spread of the modes by feature, relative to its mean over all weights."""
+        if old is None or up.clients is None:
+            return None
+        spread = jax.tree.map(lambda square, mean: jnp.maximum(square - mean**2, 0.0), up.square, up.distance)
+        leaves = jax.tree.leaves(spread)
+        mean = sum(jnp.sum(leaf) for leaf in leaves) / sum(leaf.size for leaf in leaves)
+        share = (up.clients - 1) / (up.clients - 1 + PSEUDO)  # one client says nothing of a spread
+
+        def step(old: Array, spread: Array) -> Array:
+            found = jnp.where(mean > 0, _by_feature(spread) / jnp.where(mean > 0, mean, 1.0), 1.0)
+            return old + self.prior_step * (1 + share * (found - 1) - old)
+
+        return jax.tree.map(step, old, spread)
+
+    def _split(self, network: Params) -> tuple[Params, Params]:
+        """The personal layers, which with Laplace's form may be all there are, and the others."""
+        return trees.split(network, self.personal, whole=self.form == "laplace")
+
+    def _langevin_client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         for_z, key = jax.random.split(key)
         kept = self.langevin(for_z, down, local, data, self.steps)
 
@@ -130,9 +244,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         square = jax.tree.map(lambda z, mu: jnp.mean((z - mu[None]) ** 2, axis=0), kept, down.mu)
         return Up(phi, jax.tree.map(lambda z: jnp.mean(z, axis=0), kept), square, loss), Local(kept, jnp.bool_(True))
 
-    def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean body, or a step towards it; a damped M-step for the prior."""
-
+    def _langevin_server(self, server: Server, up: Up) -> Server:
         def variance(old: Array, square: Array, mean: Array, mu: Array) -> Array:
             new = jnp.maximum(square - (mean - mu) ** 2, self.least**2)  # around the new mean
             return old + self.prior_step * (new - old)
@@ -142,12 +254,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         phi, number, optimiser = self.server_step.next(server.phi, server.round, server.optimiser, up.phi)
         return Server(phi, mu, spread, number, optimiser)
 
-    def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Langevin on the head, longer than in a round."""
-        return Local(self.langevin(key, down, local, data, self.adapt_steps), jnp.bool_(True))
-
-    def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """The client's draws of its head, or the population's where it has none."""
+    def _langevin_heads(self, key: PRNGKeyArray, down: Down, local: Local) -> Params:
+        """The kept draws, or the population's."""
 
         def population(number: Any) -> Params:
             noise = trees.normal_like(jax.random.fold_in(key, number), down.mu)
@@ -156,12 +264,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         count = max(self.draws, self.keep)
         fresh = jax.vmap(population)(jnp.arange(count))
         own = jax.tree.map(lambda z: z[jnp.arange(count) % self.keep], local.z)
-        heads = trees.choose(local.own, own, fresh)
-        return jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
+        return trees.choose(local.own, own, fresh)
 
     def langevin(self, key: PRNGKeyArray, down: Down, local: Local, data: Data, steps: int) -> Params:
         """The last `keep` of so many draws, from where the client's chain stands or from μ."""
-        start = jax.tree.map(lambda z, mu: jnp.where(local.own, z[-1], mu), local.z, down.mu)
+        start = trees.choose(local.own, jax.tree.map(lambda z: z[-1], local.z), down.mu)
 
         def log_density(z: Params, batch: Data) -> Float[Array, ""]:
             fit = -rows(data) * mean_loss(self.model, trees.merge(down.phi, z), batch)
@@ -178,3 +285,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
         kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.keep, *leaf.shape)), start)
         return jax.lax.fori_loop(0, steps, step, (start, kept))[1]
+
+
+def _by_feature(leaf: Array) -> Array:
+    """The mean over the outputs, which are the last axis; a scalar as it is."""
+    return leaf if leaf.ndim == 0 else jnp.mean(leaf, axis=-1, keepdims=True)

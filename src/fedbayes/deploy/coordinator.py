@@ -292,7 +292,7 @@ class Coordinator:
         if reply.facts.get("round") != round or reply.facts.get("run") != self.run:
             raise Refused(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
         up = wire.assemble(reply.arrays, self.experiment.up, "the upload", finite=True)
-        weight = float(getattr(up, "weight", 0.0))
+        weight = float(reduce.weight_of(up, 0.0))
         if weight < 0 or (self.experiment.weight is not None and weight > self.experiment.weight):
             raise Refused(f"its weight is {weight:.4g}, below 0 or above what is allowed")
         if self.experiment.norm is not None:
@@ -304,7 +304,7 @@ class Coordinator:
         means = {field for field, kind in declared(type(up)).items() if kind is Reduce.MEAN}
         grown = {}
         for path, array in reply.arrays.items():
-            share = float(getattr(up, "weight", 1.0)) if path.split("/")[0] in means else 1.0
+            share = float(reduce.weight_of(up, 1.0)) if path.split("/")[0] in means else 1.0
             grown[path] = largest.get(path, 0.0) + share * peak(array)
             if np.issubdtype(array.dtype, np.floating) and grown[path] > np.finfo(array.dtype).max:
                 raise Refused(f"with it the sum of {path} is too large for its numbers")

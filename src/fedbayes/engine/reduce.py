@@ -2,7 +2,7 @@
 
     Mean: sum_i weight_i x_i / sum_i weight_i      Sum: sum_i x_i      Stack: (x_1, …, x_n)
 
-`weight_i` is the field `weight` of `Up` (a Sum) where there is one, and 1 otherwise.
+`weight_i` is the field `weight` of `Up` (a Sum) where there is one that is not None, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partia
     """`partial` plus the uploads stacked along the first axis of `ups`; those whose `present` is 0 are padding."""
     kinds = declared(type(ups))
     # jnp.where, not a product alone: padding may hold anything, and 0 · inf is not 0.
-    weights = jnp.where(present > 0, ups.weight, 0.0) if "weight" in kinds else present
+    weights = jnp.where(present > 0, weight_of(ups, present), 0.0)
 
     def weighted_sum(weights: Float[Array, " clients"], leaf: Any) -> Any:
         used = jnp.where(_along(present, leaf) > 0, leaf, jnp.zeros_like(leaf))
@@ -59,13 +59,19 @@ def add(partial: Partial, ups: Any, present: Float[Array, " clients"]) -> Partia
 
 def add_here(partial: Partial, up: Any) -> None:
     """`add` of one upload to sums in the host's memory, in place, block by block: a large one is never there a second time."""
-    kinds, weight = declared(type(up)), np.float32(getattr(up, "weight", 1.0))
+    kinds, weight = declared(type(up)), np.float32(weight_of(up, 1.0))
     for field, sums in partial.sums.items():
         for total, leaf in zip(jax.tree.leaves(sums), jax.tree.leaves(getattr(up, field)), strict=True):
             times = weight.astype(total.dtype) if kinds[field] is Reduce.MEAN else total.dtype.type(1)
             for start in range(0, total.size, BLOCK):
                 total.reshape(-1)[start : start + BLOCK] += times * np.reshape(leaf, -1)[start : start + BLOCK]
     partial.weight[...] += weight
+
+
+def weight_of(up: Any, otherwise: Any) -> Any:
+    """How much an upload counts in the Mean fields, or `otherwise` where it does not say."""
+    found = getattr(up, "weight", None)
+    return otherwise if found is None else found
 
 
 def combine(one: Partial, other: Partial) -> Partial:

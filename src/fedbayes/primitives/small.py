@@ -26,6 +26,22 @@ def cholesky(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:
     return jax.lax.fori_loop(0, len(matrix), column, jnp.zeros_like(matrix))
 
 
+def semidefinite_root(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """A lower factor of a symmetric matrix that may be singular; directions without positive curvature are left out.
+
+    >>> semidefinite_root(jnp.array([[4.0, 2.0], [2.0, 1.0]])).tolist()
+    [[2.0, 0.0], [1.0, 0.0]]
+    """
+    rows, least = jnp.arange(len(matrix)), 1e-7 * jnp.max(jnp.abs(matrix))
+
+    def column(j: Array, root: Float[Array, "n n"]) -> Float[Array, "n n"]:
+        left = matrix[:, j] - root @ root[j]
+        found = left / jnp.sqrt(jnp.where(left[j] > least, left[j], 1.0))
+        return root.at[:, j].set(jnp.where((rows >= j) & (left[j] > least), found, 0.0))
+
+    return jax.lax.fori_loop(0, len(matrix), column, jnp.zeros_like(matrix))
+
+
 def solve_lower(root: Float[Array, "n n"], right: Float[Array, n * m]) -> Float[Array, n * m]:
     """L⁻¹ b of a lower triangular L."""
 
