@@ -68,6 +68,9 @@ def registered(name):
 OFTEN = ("fedavg", "fedper", "fedhb-niw", "fedvi", "bpfed", "pvi")
 """Methods of different shapes, for which `make test` runs all common tests."""
 
+POPULATED = ("fedper", "fedrep", "lg-fedavg", "fedrecon", "bpfed")
+"""Methods whose clients keep layers, of which the server learns the population's mean."""
+
 
 def methods(kind=None, often=OFTEN):
     """Parametrise a test by `name`, a row of the table; those not in `often` are left to `make test-all`."""

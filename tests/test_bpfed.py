@@ -32,13 +32,17 @@ POINT = -200.0
 # Special cases
 
 
+@pytest.mark.parametrize("population", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("local", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_without_deviations_and_divergence_it_is_fedper(clients, model, local):
-    bpfed = BPFed(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, train=TRAIN, tune=TUNE)
-    one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, train=TRAIN, tune=TUNE)))
+def test_without_deviations_and_divergence_it_is_fedper(clients, model, local, population):
+    options = {"train": TRAIN, "tune": TUNE, "population": population}
+    bpfed = BPFed(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, **options)
+    one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, **options)))
     assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
+    assert_close(one.state.population, other.state.population, 1e-6)
     figures = [assess(simulation).scores for simulation in (one, other)]
-    for mode in ("global", "personal", "adapted"):
+    assert list(figures[0]) == [*(["global"] if population else []), "personal", "adapted"]
+    for mode in figures[0]:
         assert_close(figures[0][mode].log_score, figures[1][mode].log_score, 1e-4)  # sums over rows of numbers near 1
 
 
@@ -144,7 +148,7 @@ def test_two_rounds_on_halves_are_one_round_on_both():
 def test_a_round_is_the_fit_from_its_prior(clients, model, alternate, reinforce):
     """In the second round the prior is what the client kept of the first and what the server made of it, not the start."""
     training = Training(2, "adam", 8, lr=0.02)
-    algorithm = BPFed(model, alternate=alternate, reinforce=reinforce, head=training, train=training)
+    algorithm = BPFed(model, alternate=alternate, reinforce=reinforce, head=training, train=training, population=False)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     server, local = algorithm.init_server(KEY), algorithm.init_local(jax.random.key(4), data)
     client, fit = jax.jit(algorithm.client), jax.jit(functools.partial(algorithm._fit, training=training))
@@ -198,13 +202,12 @@ def test_averages_of_two_gaussians(model, average, mean, sigma):
 # What leaves
 
 
-def test_only_the_shared_part_leaves(clients, model):
-    algorithm = BPFed(model)
+def test_without_a_population_only_the_shared_part_leaves(clients, model):
+    algorithm = BPFed(model, population=False)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     report = wire.text(wire.manifest(algorithm, data))
-    up = [line for line in report.splitlines() if "zeta" in line]
-    assert up
-    assert not any("head" in line for line in up)
+    assert "zeta" in report
+    assert "head" not in report
 
 
 # Gaussian networks

@@ -113,10 +113,10 @@ def test_a_shared_body_serves_clients_whose_labels_are_opposite(model, kind):
 
 def test_rep_without_head_epochs_takes_the_steps_of_fedbabu_on_the_body(clients, model):
     data = rows_of(clients, 1)
-    rep, babu = FedRep(model, head=NONE, train=TRAIN), FedBABU(model, train=TRAIN)
+    rep, babu = FedRep(model, head=NONE, train=TRAIN, population=False), FedBABU(model, train=TRAIN)
     down, local = started(rep, data)
     up, kept = program(rep, "client")(KEY, down, local, data)
-    assert_same(kept, local)
+    assert_same(kept.personal, local.personal)
     fixed = babu.broadcast(KEY, babu.init_server(KEY))._replace(body=down.shared, head=local.personal)
     expected, _ = program(babu, "client")(jax.random.split(KEY)[1], fixed, babu.init_local(KEY, data), data)
     assert_close(up.shared, expected.body, 1e-6)
@@ -126,7 +126,7 @@ def test_rep_without_head_epochs_takes_the_steps_of_fedbabu_on_the_body(clients,
 def test_rep_and_fedper_take_the_same_first_step_of_the_body_where_the_head_stays(clients, model):
     """One full batch: FedPer's gradient in the body is that at the starting head."""
     data = rows_of(clients, 1)
-    rep, per = FedRep(model, head=NONE, train=FULL), FedPer(model, train=FULL)
+    rep, per = FedRep(model, head=NONE, train=FULL, population=False), FedPer(model, train=FULL, population=False)
     down, local = started(rep, data)
     up, _ = program(rep, "client")(KEY, down, local, data)
     expected, other = program(per, "client")(KEY, started(per, data)[0], local, data)
@@ -139,7 +139,7 @@ def test_rep_round_is_the_two_phases_written_down(clients, model):
     algorithm = FedRep(model, head=Training(3, "sgd", 1000, 0.2, 0.5), train=Training(2, "sgd", 1000, 0.1, 0.9))
     down, local = started(algorithm, data)
     up, kept = program(algorithm, "client")(KEY, down, local, data)
-    personal = sgd(model, local.personal, down.shared, data, 3, 0.2, 0.5)
+    personal = sgd(model, down.population.mean, down.shared, data, 3, 0.2, 0.5)
     assert_close(kept.personal, personal, 1e-6)
     assert_close(up.shared, sgd(model, down.shared, personal, data, 2, 0.1, 0.9), 1e-6)
     assert float(up.weight) == clients.train_counts[1]
@@ -169,8 +169,8 @@ def test_rep_head_has_a_schedule_of_its_own(model):
     np.testing.assert_allclose([(down.lr, down.head_lr) for down in steps], [(0.1, 0.4), (0.1, 0.2)])
 
 
-def test_the_head_never_leaves_and_of_recon_only_its_start_is_sent(clients, model):
-    for algorithm in (FedRep(model, train=TRAIN), FedRecon(model, train=TRAIN)):
+def test_without_a_population_the_head_never_leaves_and_of_recon_only_its_start_is_sent(clients, model):
+    for algorithm in (FedRep(model, train=TRAIN, population=False), FedRecon(model, train=TRAIN, population=False)):
         leaves = wire.manifest(algorithm, clients.example)
         wire.check(leaves)
         up = [leaf for leaf in leaves if leaf.message == "up"]
@@ -187,7 +187,7 @@ def test_the_head_never_leaves_and_of_recon_only_its_start_is_sent(clients, mode
 
 def test_recon_without_reconstruction_is_sgd_on_everybody(clients, model):
     """One full batch, and all rows are query: the mean of Δ is lr times the gradient over all rows at l⁰."""
-    algorithm = FedRecon(model, shared=True, reconstruct=NONE, train=FULL, server_lr=0.5, server_momentum=0.9)
+    algorithm = FedRecon(model, shared=True, reconstruct=NONE, train=FULL, server_lr=0.5, server_momentum=0.9, population=False)
     simulation = Simulation(algorithm.planned(3), clients)
     start, shared = simulation.state.start, simulation.state.shared
     everybody = [rows_of(clients, index) for index in clients.participants]

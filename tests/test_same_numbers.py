@@ -4,6 +4,7 @@ Of each array, three sums are kept. On a processor that rounds differently, or a
 one process: `FEDBAYES_WRITE_NUMBERS=tests/golden/numbers.json python -m pytest tests/test_same_numbers.py`.
 """
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from table import TABLE, method, methods
+from table import POPULATED, TABLE, method, methods
 
 import fedbayes as fb
 
@@ -35,17 +36,29 @@ def test_over_clients(name, model, clients, request):
     over_clients(name, "vmap", model, clients, request)
 
 
+@pytest.mark.parametrize("name", [method(name) for name in POPULATED])
+def test_over_clients_without_a_population(name, model, clients, request):
+    """As the papers have it: the numbers that these methods had before newcomers started from the population."""
+    over_clients(name, "vmap", model, clients, request, population=False)
+
+
 @pytest.mark.parametrize("name", [method(name, often=()) for name in ("fedavg", "fedper", "bpfed", "fedvi")])
 def test_over_clients_one_by_one(name, model, clients, request):
     over_clients(name, "loop", model, clients, request)
 
 
-def over_clients(name, mode, model, clients, request):
-    fit = fb.simulate(TABLE[name](model), clients, rounds=3, cohort=3, seed=5, dropout=0.2, clients=mode)
+@pytest.mark.parametrize("name", [method(name, often=()) for name in ("fedper", "bpfed")])
+def test_over_clients_one_by_one_without_a_population(name, model, clients, request):
+    over_clients(name, "loop", model, clients, request, population=False)
+
+
+def over_clients(name, mode, model, clients, request, **settings):
+    algorithm = dataclasses.replace(TABLE[name](model), **settings)
+    fit = fb.simulate(algorithm, clients, rounds=3, cohort=3, seed=5, dropout=0.2, clients=mode)
     local = fit.simulation.local.get(np.arange(len(clients)))
     rounds = [entry for entry in fit.history if "evaluation" not in entry]
     scores = jax.tree.map(lambda score: [*score.values()], fit.evaluation.summary(), is_leaf=lambda node: "rows" in node)
-    case = name if mode == "vmap" else f"{name}-loop"
+    case = name + ("-alone" if settings else "") + ("" if mode == "vmap" else "-loop")
     check(case, {"server": fit.simulation.state, "local": local}, {"history": rounds, "evaluation": scores}, request)
 
 

@@ -204,6 +204,11 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         """The likelihood whose parameters `predict` draws."""
         return self.model.likelihood
 
+    @property
+    def has_global(self) -> bool:
+        """True where `predict` with a fresh local state is a trained model: the global evaluation mode."""
+        return True
+
     @abc.abstractmethod
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""

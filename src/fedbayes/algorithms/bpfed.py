@@ -8,17 +8,22 @@
              what it keeps of η_i and sends of ζ_i is that copy
     server:  ζ^{t+1} = 1/S Σ_i ζ_i,  means and deviations alike
     adapt:   the personal part alone is fitted to the client's rows, under ζ, in one round or more
+    a client without an η of its own:  η = N(m, v), m = mean of μ_i,  v = mean of (σ_i² + μ_i²) − m²  over clients
 
-A client's round starts at its prior, so π_i is q as it was. Without (11), `reinforce=False`, q itself is kept and sent; that is
-Bayes' rule for rows that are new in each round. Rows that come back are counted again, and deviations fall from round to
-round; `kl` above 1 holds against it. The mean of means and deviations is the Wasserstein barycentre of the clients' Gaussians;
-the other averages are options. In networks of 20,000 weights and more the noise of a round's steps comes from a pool that is
-drawn once for it, in windows at random places and with random signs (`gaussian.draw`).
+A client's round starts at its prior, so π_i is q as it was. m and v are learnt from sums (`primitives.population`); with
+population=False, as in the paper, no number of η leaves a client, and a new client's η is random.
+
+Without (11), `reinforce=False`, q itself is kept and sent; that is Bayes' rule for rows that are new in each round. Rows that
+come back are counted again, and deviations fall from round to round; `kl` above 1 holds against it. The mean of means and
+deviations is the Wasserstein barycentre of the clients' Gaussians; the other averages are options. In networks of 20,000
+weights and more the noise of a round's steps comes from a pool that is drawn once for it, in windows at random places and with
+random signs (`gaussian.draw`).
 
 With ρ = −200 no deviation is left, and with kl = 0 the rest is FedPer; with `alternate`, FedRep; with the split turned round,
-LG-FedAvg; each with the same `uniform`. The paper does not say which parameters (11) moves and which of two copies it returns.
-If it moved q, an Adam step on (11) would undo the one on (10); if the prior in (10) moved as pFedBayes' does, nothing would
-hold q. Here the copy moves, the prior in (10) does not, and the copy is returned.
+LG-FedAvg; each with the same `uniform` and `population`, as kl = 0 leaves no prior to use v. The paper does not say which
+parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on (11) would undo the one on (10); if the
+prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the prior in (10) does not, and the copy is
+returned.
 
 Reference:
     Chen, Liu, Cao, Zhang. Bayesian personalized federated learning with shared and personalized uncertainty
@@ -32,36 +37,40 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Params, Sum, setting
-from fedbayes.primitives import gaussian, gaussian_network
+from fedbayes.primitives import gaussian, gaussian_network, population
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.population import Moments, Populated, Population
 from fedbayes.primitives.training import Training, rows, tuning
 
 
 class Server(NamedTuple):
-    """ζ, with σ = log(1 + e^ρ), the number of rounds behind it, and the state of the server's optimiser if any."""
+    """ζ, with σ = log(1 + e^ρ), the rounds behind it, the state of the server's optimiser if any, and the population of η."""
 
     zeta: MeanField
     round: Int[Array, ""]
     optimiser: Any = None
+    population: Population | None = None
 
 
 class Local(NamedTuple):
-    """η, the client's own layers."""
+    """η, the client's own layers, and whether it has them yet; until then the population stands for them."""
 
     eta: MeanField
+    own: Bool[Array, ""] | None = None
 
 
 class Down(NamedTuple):
-    """ζ and this round's step sizes, of both parts and, with `alternate`, of the personal one."""
+    """ζ, this round's step sizes, of both parts and, with `alternate`, of the personal one, and the population of η."""
 
     zeta: MeanField
     lr: Float[Array, ""]
     personal_lr: Float[Array, ""] | None
+    population: Population | None = None
 
 
 class Pair(NamedTuple):
@@ -72,15 +81,16 @@ class Pair(NamedTuple):
 
 
 class Up(NamedTuple):
-    """The shared part after the client's round, how much the client counts, and its training loss."""
+    """The shared part after the client's round, how much the client counts, its training loss, and η's moments in a sum."""
 
     zeta: Mean[Pair]
     weight: Sum[Float[Array, ""]]
     loss: Mean[Float[Array, ""]]
+    population: Sum[Moments | None] = None
 
 
 @dataclasses.dataclass(frozen=True)
-class BPFed(Stepping[Server, Local, Down, Up]):
+class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up]):
     """Every weight is Gaussian; some layers are learnt together, the last ones are each client's own.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -125,51 +135,78 @@ class BPFed(Stepping[Server, Local, Down, Up]):
         gaussian_network.check(self.rho, self.kl, self.head, self.train, self.tune)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
-        """The shared layers at random."""
-        return Server(*self.server_step.start(self._init(key)[1]))
+        """The shared layers at random, and the population at the personal ones drawn with them."""
+        eta, zeta = self._init(key)
+        return Server(
+            *self.server_step.start(zeta), population.start(eta.mean, self._variance(eta)) if self.population else None
+        )
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """The personal layers at random."""
-        return Local(self._init(key)[0])
+        """No personal layers yet; without a population, random ones."""
+        eta, _ = self._init(key)
+        return Local(trees.zeros(eta) if self.population else eta, jnp.bool_(False))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """ζ and the round's step sizes."""
+        """ζ, the round's step sizes and the population."""
         first = self.head.lr_of(server.round + 1) if self.alternate else None
-        return Down(server.zeta, self.train.lr_of(server.round + 1), first)
+        return Down(server.zeta, self.train.lr_of(server.round + 1), first, server.population)
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on (10) and (11) from the prior, on both parts or on one after the other."""
-        eta, zeta = local.eta, down.zeta
+        prior, zeta = self._begin(down, local), down.zeta
         if not self.alternate:
-            q, loss = self._fit(_merge(eta, zeta), None, _merge(eta, zeta), self.train, down.lr, key, data)
+            q, loss = self._fit(_merge(prior, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data)
             eta, zeta = _split(q, self.personal)
         else:
             for_eta, for_zeta = jax.random.split(key)
-            eta, _ = self._fit(eta, zeta, local.eta, self.head, down.personal_lr, for_eta, data)
+            eta, _ = self._fit(prior, zeta, prior, self.head, down.personal_lr, for_eta, data)
             zeta, loss = self._fit(zeta, eta, down.zeta, self.train, down.lr, for_zeta, data)
-        return Up(self._sent(zeta), jnp.float32(1) if self.uniform else rows(data), loss), Local(eta)
+        moments = None if down.population is None else population.sent(eta.mean, down.population.mean, self._variance(eta))
+        up = Up(self._sent(zeta), jnp.float32(1) if self.uniform else rows(data), loss, moments)
+        return up, Local(eta, jnp.bool_(True))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """The mean over clients, or a step towards it."""
-        return Server(*self.server_step.next(*server, self._received(up.zeta)))
+        """The mean over clients, or a step towards it; and the population after the round."""
+        zeta, number, optimiser = self.server_step.next(server.zeta, server.round, server.optimiser, self._received(up.zeta))
+        if server.population is None or up.population is None:
+            return Server(zeta, number, optimiser)
+        return Server(zeta, number, optimiser, population.next(server.population, up.population, self.N))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Fit the personal layers, with what the client has of them as their prior; q itself is kept."""
+        """Fit the personal layers, with what the client has of them, or else the population, as their prior; q is kept."""
         alone = dataclasses.replace(self, reinforce=False)
 
         def fitted(eta: MeanField, key: PRNGKeyArray) -> MeanField:
             return alone._fit(eta, down.zeta, eta, self.tune, self.tune.lr_of(1), key, data)[0]
 
+        eta = self._begin(down, local)
         if self.tune_rounds == 1:
-            return Local(fitted(local.eta, key))
-        return Local(jax.lax.fori_loop(0, self.tune_rounds, lambda t, eta: fitted(eta, jax.random.fold_in(key, t)), local.eta))
+            eta = fitted(eta, key)
+        else:
+            eta = jax.lax.fori_loop(0, self.tune_rounds, lambda t, eta: fitted(eta, jax.random.fold_in(key, t)), eta)
+        return Local(eta, jnp.bool_(True))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """Draws of both parts."""
-        return gaussian_network.predict(self.model, key, _merge(local.eta, down.zeta), x, self.draws)
+        """Draws of both parts; of the population's personal part where the client has none."""
+        return gaussian_network.predict(self.model, key, _merge(self._begin(down, local), down.zeta), x, self.draws)
 
     def _init(self, key: PRNGKeyArray) -> tuple[MeanField, MeanField]:
         return _split(gaussian_network.init(self.model, key, self.rho, self.spread), self.personal)
+
+    def _variance(self, eta: MeanField) -> Params | None:
+        """σ², where there is a prior to make of it."""
+        return jax.tree.map(lambda rho: gaussian.deviation(rho) ** 2, eta.rho) if self.kl else None
+
+    def _begin(self, down: Down, local: Local) -> MeanField:
+        """η; where the client has none, N(m, v) of the population, or without a prior m with the deviations of the start."""
+        if down.population is None or local.own is None:
+            return local.eta
+        mean, variance, _ = down.population
+        if variance is None:
+            rho = jax.tree.map(lambda leaf: jnp.full_like(leaf, self.rho), mean)
+        else:
+            rho = jax.tree.map(lambda v: gaussian.rho_of(jnp.sqrt(v)), variance)
+        return population.begin(local.own, local.eta, MeanField(mean, rho))
 
     def _fit(
         self,

@@ -3,9 +3,11 @@
     w_i = (shared, personal_i)
     client:  E epochs of SGD on F_i(shared_i, personal_i), both parts together, from the broadcast base and its own head
     server:  shared ← Σ_i n_i shared_i / Σ_i n_i
-    adapt:   a client that never trained fits a head of its own to the base as it is
+    adapt:   a client that never trained fits a head of its own to the base as it is, from the mean of the others' heads
 
-Only the base leaves a client. All heads start alike, as where the server draws the network once and sends it to everyone.
+All heads start alike, as where the server draws the network once and sends it to everyone. A client's head enters a sum over
+the clients of a round, whose mean is the head of a client that has none; with population=False, as in the paper, only the base
+leaves a client, and a newcomer's head is random.
 
 Reference:
     Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers. 2019.

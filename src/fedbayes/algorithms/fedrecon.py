@@ -1,10 +1,11 @@
 """FedRecon: personal parameters are rebuilt in every round and never kept (Singhal et al. 2021, Algorithm 1).
 
-    f(g, l; rows) = −1/n Σ log p(y | x, g, l):  g is shared, l the client's, from a start l⁰ that nobody trains
+    f(g, l; rows) = −1/n Σ log p(y | x, g, l):  g is shared, l the client's, from a start l⁰ that all have
     client:  its rows in two halves, support S and query Q, drawn anew in each round
              l_i ← R(S, g): epochs of SGD on f(g, ·; S) from l⁰, g held fixed
              Δ_i = g − g_i,  g_i ← epochs of SGD on f(·, l_i; Q) from g, l_i held fixed
     server:  v ← m v + Σ_i |Q_i| Δ_i / Σ_i |Q_i|,   g ← g − η_s v          (uniform=True: the plain mean)
+             l⁰ ← the mean of the l_i          (population=False, as in the paper: l⁰ stays as it was drawn)
     adapt:   l ← R(all rows, g), g as it is
 
 So g is trained for what clients will do with it, to fit an l to few rows, and a client that takes part once, or never did, is
@@ -25,18 +26,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum
+from fedbayes.algorithm import Data, Mean, Params, Sum
+from fedbayes.primitives import population
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
+from fedbayes.primitives.population import Moments, Populated, Population
 from fedbayes.primitives.training import Training, fit, halves, rows, tuning
 
 
 class Server(NamedTuple):
-    """g, the start l⁰ as it was drawn, the momentum v, and the number of rounds behind them."""
+    """g, the start l⁰, the momentum v, the number of rounds behind them, and how many l_i are behind a l⁰ that moves."""
 
     shared: Params
     start: Params
     momentum: Any
     round: Int[Array, ""]
+    replies: Float[Array, ""] | None = None
 
 
 class Local(NamedTuple):
@@ -55,15 +59,16 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Δ_i, how many rows are in the query half, and the training loss on them."""
+    """Δ_i, how many rows are in the query half, the training loss on them, and l_i in a sum."""
 
     delta: Mean[Params]
     weight: Sum[Float[Array, ""]]
     loss: Mean[Float[Array, ""]]
+    population: Sum[Moments | None] = None
 
 
 @dataclasses.dataclass(frozen=True)
-class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedRecon(Populated[Server, Local, Down, Up]):
     """Half of a client's rows rebuild its own layers, the other half trains the shared ones under them.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -101,7 +106,8 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """g and l⁰ at random."""
         start, shared = trees.split(self.model.init(key), self.personal)
-        return Server(shared, start, self.server_step().init(shared), jnp.int32(0))
+        replies = jnp.float32(0) if self.population else None
+        return Server(shared, start, self.server_step().init(shared), jnp.int32(0), replies)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -119,12 +125,16 @@ class FedRecon(NetworkAlgorithm[Server, Local, Down, Up]):
         personal, _ = fit(self.model, down.start, self.reconstruct, for_personal, support, down.personal_lr, fixed=down.shared)
         shared, loss = fit(self.model, down.shared, self.train, for_shared, query, down.lr, fixed=personal)
         delta = jax.tree.map(jnp.subtract, down.shared, shared)
-        return Up(delta, jnp.float32(1) if self.uniform else rows(query), loss), local
+        moments = population.sent(personal, down.start) if self.population else None
+        return Up(delta, jnp.float32(1) if self.uniform else rows(query), loss, moments), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
-        """A step of SGD with momentum against the mean Δ; l⁰ stays."""
+        """A step of SGD with momentum against the mean Δ; l⁰ goes to the mean of the l_i, or stays."""
         shared, momentum = self.server_step().against(server.shared, server.momentum, up.delta)
-        return Server(shared, server.start, momentum, server.round + 1)
+        start, replies = server.start, server.replies
+        if replies is not None and up.population is not None:
+            start, _, replies = population.next(Population(start, None, replies), up.population, self.N)
+        return Server(shared, start, momentum, server.round + 1, replies)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Rebuild l on all rows, whatever it was before."""

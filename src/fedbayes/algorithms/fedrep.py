@@ -8,7 +8,8 @@
 
 A round takes many epochs on the head, which is small and costs no message, and few on φ; FedPer moves both together. In the
 paper's algorithm φ takes one gradient step and the server takes the plain mean; in its experiments φ takes epochs and clients
-count by their rows. Only φ leaves a client. All heads start alike.
+count by their rows. All heads start alike. Besides φ, a client's head enters a sum over the clients of a round, whose mean is
+the head of a client that has none; with population=False only φ leaves a client, and a newcomer's head is random.
 
 Reference:
     Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized federated learning. ICML 2021.
@@ -24,16 +25,18 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes.algorithm import Data, Params
 from fedbayes.primitives.averaging import Weighted
-from fedbayes.primitives.layers import Local, Server, SharedLayers, Up
+from fedbayes.primitives.layers import Local, Server, SharedLayers, Up, begin, kept
+from fedbayes.primitives.population import Population
 from fedbayes.primitives.training import Training, fit, tuning
 
 
 class Down(NamedTuple):
-    """The shared representation and this round's step sizes, its own and the head's."""
+    """The shared representation, this round's step sizes, its own and the head's, and the population of heads."""
 
     shared: Params
     lr: Float[Array, ""]
     head_lr: Float[Array, ""]
+    population: Population | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +56,14 @@ class FedRep(SharedLayers[Down], Weighted[Server, Local, Down, Up]):
     """Fitting the head in `adapt`."""
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
-        """φ and the round's step sizes."""
-        return Down(server.shared, self.train.lr_of(server.round + 1), self.head.lr_of(server.round + 1))
+        """φ, the round's step sizes and the population."""
+        number = server.round + 1
+        return Down(server.shared, self.train.lr_of(number), self.head.lr_of(number), server.population)
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Epochs on the head, then epochs on φ; the loss is that of the latter."""
         for_head, for_shared = jax.random.split(key)
-        personal, _ = fit(self.model, local.personal, self.head, for_head, data, down.head_lr, fixed=down.shared)
+        personal, _ = fit(self.model, begin(down, local), self.head, for_head, data, down.head_lr, fixed=down.shared)
         shared, loss = fit(self.model, down.shared, self.train, for_shared, data, down.lr, fixed=personal)
-        return Up(shared, self.weight(data), loss), Local(personal)
+        moments, local = kept(down, personal)
+        return Up(shared, self.weight(data), loss, moments), local

@@ -3,10 +3,10 @@
     w_i = (local_i, shared):  what comes first in the network is the client's, what comes last is averaged
     client:  E epochs of SGD on F_i(local_i, shared_i), both parts together, from its own layers and the broadcast ones
     server:  shared ← Σ_i n_i shared_i / Σ_i n_i
-    adapt:   a client that never trained fits layers of its own under the shared ones as they are
+    adapt:   a client that never trained fits layers of its own under the shared ones as they are, from the mean of the others'
 
-It is FedPer with the split turned round. In the paper's experiments the layers start from a model that FedAvg
-has trained for some rounds; here all start alike, at random.
+It is FedPer with the split turned round, `population` included. In the paper's experiments the layers start from a model that
+FedAvg has trained for some rounds; here all start alike, at random.
 
 Reference:
     Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency. Think locally, act globally: federated learning with

@@ -80,6 +80,11 @@ class Tempered(NetworkAlgorithm[Any, Local, Any, Any]):
         """That of the algorithm inside, whose messages these are."""
         return self.algorithm.up_type
 
+    @property
+    def has_global(self) -> bool:
+        """As inside."""
+        return self.algorithm.has_global
+
     def metrics(self, server: Any) -> dict[str, Float[Array, ""]]:
         """Those of the algorithm inside."""
         return self.algorithm.metrics(server)

@@ -230,7 +230,7 @@ class Coordinator:
         key = keys.of_round(self.experiment.seed, self.round + 1)
         everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
         request = self.request(self.algorithm, self.state, "score", self.round, key, everyone)
-        modes = self.experiment.modes if self.experiment.networked else ()
+        modes = self.experiment.scored
         scores = {mode: no_scores(self.experiment.sites) for mode in modes}
         scored = []
         for reply in post.ask(request, self.experiment.patience):

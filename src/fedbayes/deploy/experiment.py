@@ -24,6 +24,7 @@ from fedbayes.engine.choose import SIZES, Choosing, Plan
 from fedbayes.engine.choose import Up as Scores
 from fedbayes.engine.clients import fresh_state
 from fedbayes.errors import UserError
+from fedbayes.evaluation.assess import modes_of
 from fedbayes.results.folder import describe
 from fedbayes.results.verdict import Correct
 from fedbayes.wire import provenance
@@ -79,7 +80,7 @@ class Experiment:
         patience: Seconds that a round waits for its sites.
         norm: Largest Euclidean norm of an upload; without one, any finite upload is taken.
         weight: Largest weight of an upload, such as the most rows that a site may have.
-        modes: In which modes sites are scored at the end; none for structured models.
+        modes: In which modes sites are scored at the end; by default all that the algorithm has, none for structured models.
         choose: Let the sites choose settings of `adapt`, as in `fedbayes.simulate`; for networks.
         correct: Of a structured model, whether evidence rounds may correct what silos share, as in `fedbayes.simulate`.
     """
@@ -95,7 +96,7 @@ class Experiment:
     patience: float = 600.0
     norm: float | None = None
     weight: float | None = None
-    modes: tuple[str, ...] = ("global", "personal", "adapted")
+    modes: tuple[str, ...] | None = None
     choose: bool = True
     correct: Correct = "auto"
 
@@ -108,6 +109,8 @@ class Experiment:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= self.sites:
                 raise UserError(f"{name} is {value}, but there are {self.sites} sites; give a number from 1 to that")
+        if self.networked:
+            object.__setattr__(self, "modes", modes_of(self.network, self.modes))
         if not self.patience > 0:
             raise UserError(f"patience is {self.patience}, but it is a number of seconds above 0")
 
@@ -119,6 +122,11 @@ class Experiment:
     def networked(self) -> bool:
         """Whether sites hold rows for a network, and not a silo's data for a structured model."""
         return isinstance(self.algorithm, NetworkAlgorithm)
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """The modes in which sites are scored."""
+        return (self.modes or ()) if self.networked else ()
 
     @property
     def network(self) -> AnyNetwork:

@@ -88,7 +88,7 @@ class Site:
             return {}
         own, key, algorithm = self._own(self._states(run, counted, looking=True)), self._key(round), self.experiment.algorithm
         found = {}
-        for mode in self.experiment.modes:
+        for mode in self.experiment.scored:
             local = self.experiment.local(self.data.train) if mode == "global" else own
             local = _adapted(algorithm, key, down, choice, own, self.data.train) if mode == "adapted" else local
             found[mode] = jax.device_get(_scored(algorithm, key, down, local, self.data.test))

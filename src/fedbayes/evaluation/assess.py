@@ -1,7 +1,7 @@
 """Every client of a simulation, scored on its own test rows in three modes.
 
-global: `predict` with a fresh local state. personal: with the client's own. adapted: after `adapt` on its training rows, with
-the settings that the federation chose; adapted:5 after `adapt` on five of them, drawn at random.
+global: `predict` with a fresh local state, where that is a trained model. personal: with the client's own. adapted: after
+`adapt` on its training rows, with the settings that the federation chose; adapted:5 on five of them, drawn at random.
 All clients are scored, not only those of the last round; those that were held out never trained.
 """
 
@@ -32,6 +32,7 @@ from fedbayes.sheets import html
 
 MODES = ("global", "personal", "adapted")
 MANY = 2**31 - 1
+NO_GLOBAL = "has no global model, as a client that has no layers of its own has random ones"
 BLOCK = 128  # test rows that are predicted at once
 DRAWS = 2**24  # bytes of posterior draws that a vmapped group may hold
 CHUNK = 256  # clients in one compiled call
@@ -80,10 +81,12 @@ class Evaluation(NamedTuple):
         return found
 
 
-def assess(simulation: Simulation, modes: tuple[str, ...] = MODES, progress: Callable[[int], None] | None = None) -> Evaluation:
-    """Score every client in the given modes, as the simulation stands now."""
-    check_modes(modes)
+def assess(
+    simulation: Simulation, modes: tuple[str, ...] | None = None, progress: Callable[[int], None] | None = None
+) -> Evaluation:
+    """Score every client in the given modes, by default all that the algorithm has, as the simulation stands now."""
     data, algorithm = simulation.data, simulation.algorithm
+    modes = modes_of(algorithm, modes)
     key, down = keys.of_round(simulation.seed, simulation.round), simulation.down()
     found = {mode: no_scores(len(data)) for mode in modes}
     for bucket in simulation.buckets:
@@ -104,20 +107,33 @@ def assess(simulation: Simulation, modes: tuple[str, ...] = MODES, progress: Cal
                     state = _per_client(adapted_of, simulation, key, given, local, train)
                     _refuse_diverged(simulation, ids, state)
                 score = _per_client(scored, simulation, key, down, state, test)
+                # Without a global model, a client that never trained has a random one until it adapts: that is no score.
+                scored_ids = np.ones(len(ids), bool) if mode != "personal" or algorithm.has_global else ~data.unseen[ids]
                 for column, value in zip(found[mode], score, strict=True):
-                    column[ids] = np.asarray(value)[: len(ids)]
+                    column[ids[scored_ids]] = np.asarray(value)[: len(ids)][scored_ids]
             if progress is not None:
                 progress(len(ids))
     return Evaluation(simulation.round, found, data.unseen, is_numeric(algorithm.likelihood))
 
 
-def check_modes(modes: tuple[str, ...]) -> None:
-    """Refuse a mode that there is not."""
+def modes_of(algorithm: AnyNetwork, modes: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """The modes to score: those that are asked for, or all that the algorithm has; one that it has not is refused.
+
+    >>> import fedbayes as fb
+    >>> model = fb.models.mlp((4,), fb.models.Categorical(2))
+    >>> modes_of(fb.FedPer(model)), modes_of(fb.FedPer(model, population=False))
+    (('global', 'personal', 'adapted'), ('personal', 'adapted'))
+    """
+    if modes is None:
+        return tuple(mode for mode in MODES if mode != "global" or algorithm.has_global)
     if isinstance(modes, str):
         raise UserError(f"the modes are {modes!r}, but they are a tuple of names, such as ({modes!r},)")
     for mode in modes:
         if mode not in MODES and not few(mode) < MANY:
             raise UserError(f"there is no mode {mode!r}; choose from {', '.join(MODES)}, or adapted:5 for five rows")
+    if "global" in modes and not algorithm.has_global:
+        raise UserError(f"{algorithm.title} with these settings {NO_GLOBAL}; score the modes personal and adapted")
+    return modes
 
 
 def few(mode: str) -> int:

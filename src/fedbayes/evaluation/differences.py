@@ -135,6 +135,8 @@ def differences(
         for group in ("participating", "unseen"):
             for form in FORMS:
                 ours, theirs = ([_of(run[seed], mode, group, form) for seed in seeds] for run in (runs, others))
+                if not all((*ours, *theirs)):  # one of them has no such mode for these clients
+                    continue
                 for figure in ours[0]:
                     pairs = [one[figure] - other[figure] for one, other in zip(ours, theirs, strict=True)]
                     # Where each seed has its own clients, their mean is all that seeds have in common.

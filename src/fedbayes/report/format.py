@@ -45,9 +45,12 @@ def _words(value: Any) -> str:
 
 
 def distinct(record: Record, group: str) -> list[str]:
-    """The modes of a group: for clients that never trained, personal is global."""
+    """The modes of a group: for clients that never trained, personal is global, and there is none without a global model."""
     modes = [*(mode for mode in MODES if mode in record.figures), *(mode for mode in record.figures if mode not in MODES)]
-    return [mode for mode in modes if not (group == "unseen" and mode == "personal" and "global" in modes)]
+    if group != "unseen":
+        return modes
+    own = "global" not in modes and group in record.figures.get("personal", {})
+    return [mode for mode in modes if mode != "personal" or own]
 
 
 def size(count: float) -> str:

@@ -17,7 +17,7 @@ from fedbayes.engine import keys
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.local_state import States
 from fedbayes.errors import UserError
-from fedbayes.evaluation.assess import Evaluation
+from fedbayes.evaluation.assess import NO_GLOBAL, Evaluation
 from fedbayes.models.predictive import Uncertainty
 from fedbayes.results.posterior import Posterior, RowSpec
 
@@ -107,6 +107,10 @@ class Fit:
         if client is None:
             if adapted:
                 raise UserError("adapted needs a client: it is the client's own training rows that the model is fitted to")
+            if not self.shared.algorithm.has_global:
+                raise UserError(
+                    f"{self.shared.algorithm.title} with these settings {NO_GLOBAL}; adapt it to rows, or name a client"
+                )
             return self.shared
         place = self.members.index(client)
         key, count = keys.fold(self.shared.key, np.uint32(place)), int(self.members.counts[place])

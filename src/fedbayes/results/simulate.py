@@ -23,7 +23,7 @@ from fedbayes.engine.local_state import States
 from fedbayes.engine.round import round_count
 from fedbayes.engine.silo_data import naming_silo
 from fedbayes.errors import UserError
-from fedbayes.evaluation.assess import MODES, Evaluation, assess, check_modes
+from fedbayes.evaluation.assess import Evaluation, assess, modes_of
 from fedbayes.results.fit import Fit
 from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe_data, fingerprint, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
@@ -115,7 +115,7 @@ def simulate_clients(
     clients: Literal["vmap", "loop"] = "vmap",
     evaluate_every: int = 0,
     average_last: int = 0,
-    modes: tuple[str, ...] = MODES,
+    modes: tuple[str, ...] | None = None,
     choose: bool = True,
     folder: Path | str | None = None,
     resume: bool = False,
@@ -137,7 +137,8 @@ def simulate_clients(
         evaluate_every: Score every client each so many rounds too, into the history.
         average_last: Score every client after each of the last so many rounds, and give the mean of their figures in
             `result["average"]`, as some papers report.
-        modes: Which of global, personal and adapted to score; adapted:5 is after `adapt` on five rows.
+        modes: Which of global, personal and adapted to score; by default all that the algorithm has. adapted:5 is after `adapt`
+            on five rows.
         choose: Let the federation choose settings of `adapt`, in runs of ten rounds or more: a fifth of the participants joins
             the training late, and scores candidates as newcomers do (`fedbayes.engine.choose`).
         folder: Where to keep the run; without one, nothing is written.
@@ -161,7 +162,7 @@ def simulate_clients(
     if not 0 <= average_last <= rounds:
         raise UserError(f"average_last is {average_last}, but it is a number of rounds out of {rounds}")
     algorithm = algorithm.planned(rounds, **data.facts)
-    check_modes(modes)
+    modes = modes_of(algorithm, modes)
     settings = identity(algorithm, rounds=rounds, cohort=cohort, seed=seed, dropout=dropout, evaluate_every=evaluate_every)
     settings |= {"average_last": average_last, "modes": list(modes), "data": describe_data(data)}
     settings |= {"model": fingerprint(algorithm, data), **({} if choose else {"choose": False}), **(config or {})}

@@ -136,6 +136,10 @@ def choose(study: Study, jobs: Sequence[Job], ends: Sequence[Done], out: Path) -
                 for name, groups in found.items()
                 if mode in (name, "best") and "participating" in groups
             }
+            if not scores and mode != "best" and mode not in found:
+                raise UserError(
+                    f"search.mode is {mode!r}, which {job.method} has not with its settings; search in another mode"
+                )
             if not scores or None in scores.values():
                 raise UserError(f"search.figure is {figure!r}, which {job.data_name} has not on its validation rows")
             where = best(figure, scores)
