@@ -59,6 +59,8 @@ THEIR_ROUNDS = {"pfedbayes": {"small": (100, 20), "large": (40, 8), OVERLAP: (10
 """The same of pFedBayes, which takes five steps with each minibatch, and of BPFed, whose minibatches have 100 rows there."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, subset"}
 TUNE = fb.Training(20, "adam", 50, lr=0.001)
+PAPER: dict[str, Any] = {"population": False}
+"""As published: nothing of the personal layers leaves a client."""
 
 
 def adam(size: str, **options: Any) -> fb.Training:
@@ -70,17 +72,17 @@ def sgd(size: str, lr: float) -> fb.Training:
 
 
 METHODS = {
-    "bpfed": lambda model, size: fb.BPFed(model, train=adam(size), tune=TUNE),
+    "bpfed": lambda model, size: fb.BPFed(model, train=adam(size), tune=TUNE, **PAPER),
     "pfedbayes": lambda model, size: fb.PFedBayes(model, train=adam(size), tune=TUNE),
     "fedsoul": lambda model, size: fb.FedPop(model, form="langevin", eta=1e-3, prior_step=0.5, steps=20, train=adam(size)),
-    "fedper": lambda model, size: fb.FedPer(model, train=adam(size), tune=TUNE),
-    "fedrep": lambda model, size: fb.FedRep(model, head=adam(size), train=adam(size, epochs=1), tune=TUNE),
+    "fedper": lambda model, size: fb.FedPer(model, train=adam(size), tune=TUNE, **PAPER),
+    "fedrep": lambda model, size: fb.FedRep(model, head=adam(size), train=adam(size, epochs=1), tune=TUNE, **PAPER),
     "fedrep-released": lambda model, size: ReleasedFedRep(model, adam(size)),
-    "lg-fedavg": lambda model, size: fb.LGFedAvg(model, train=adam(size), tune=TUNE),
+    "lg-fedavg": lambda model, size: fb.LGFedAvg(model, train=adam(size), tune=TUNE, **PAPER),
     "per-fedavg": lambda model, size: fb.PerFedAvg(model, alpha=0.01, train=sgd(size, 0.1)),
     "pfedme": lambda model, size: fb.PFedMe(model, train=sgd(size, 0.01)),
     "fedavg": lambda model, size: fb.FedAvg(model, train=adam(size), tune=TUNE),
-    "fedper-tempered": lambda model, size: fb.Tempered(fb.FedPer(model, train=adam(size), tune=TUNE)),
+    "fedper-tempered": lambda model, size: fb.Tempered(fb.FedPer(model, train=adam(size), tune=TUNE, **PAPER)),
 }
 LABELS = dict(
     zip(
@@ -198,6 +200,7 @@ def run(name: str, data: str, size: str, seed: int, out: Path) -> dict[str, Any]
         clients(data, size, seed),
         rounds,
         seed=seed,
+        choose=False,
         modes=("personal",),
         evaluate_every=every,
         folder=folder,
@@ -351,7 +354,9 @@ def newcomer(name: str, data: str, size: str, seed: int) -> dict[int, dict[str, 
     places = np.random.default_rng(seed).permutation(len(y))
     found = {}
     method = METHODS["fedper" if name == "alone" else name](network(data), size)
-    fit = fb.simulate(method, whole, 1 if name == "alone" else ROUNDS[size][0] // 2, seed=seed, modes=("personal",))
+    fit = fb.simulate(
+        method, whole, 1 if name == "alone" else ROUNDS[size][0] // 2, seed=seed, modes=("personal",), choose=False
+    )
     for count in COUNTS:
         steps = fb.Training(100, "adam", 50, lr=0.001)
         rows = Data(jnp.asarray(x[places[:count]]), jnp.asarray(y[places[:count]]), jnp.ones(count, bool))
@@ -383,7 +388,7 @@ def together(data: str, seeds: list[int]) -> str:
             is_test = np.arange(len(y)) >= sum(len(labels) for _, labels in parts[:5])
             one = fb.data.Clients.build(x, y % 5, np.zeros(len(y), int), names=["all"], is_test=is_test, name=f"group{group}")
             method = fb.FedAvg(mlp((28, 28), Categorical(5), (100,), shift=127.5, scale=127.5), train=adam("large", epochs=2))
-            fit = fb.simulate(method, one, 15, seed=seed, modes=("global",), evaluate_every=1)
+            fit = fb.simulate(method, one, 15, seed=seed, modes=("global",), evaluate_every=1, choose=False)
             best[place, group] = 100 * max(accuracy for _, accuracy in curve_of(fit, "global"))
     cells = [spread(values.tolist()) for values in (best[:, 0], best[:, 1], best.mean(axis=1))]
     lines.append(f"| {TITLES[data]}, large, best of 15 rounds of two epochs | " + " | ".join(cells) + " |")
@@ -403,9 +408,10 @@ def cost() -> str:
     }
     for title, model in networks.items():
         train = adam("small", epochs=10)
-        methods = [fb.FedPer(model, train=train)]
-        methods += [fb.BPFed(model, train=train, reinforce=False, local_reparametrisation=local) for local in (False, True)]
-        methods.append(fb.BPFed(model, train=train))
+        methods = [fb.FedPer(model, train=train, **PAPER)]
+        for local in (False, True):
+            methods.append(fb.BPFed(model, train=train, reinforce=False, local_reparametrisation=local, **PAPER))
+        methods.append(fb.BPFed(model, train=train, **PAPER))
         rounds = [prepared(method, rows) for method in methods]
         times: list[list[float]] = [[] for _ in methods]
         for _ in range(100):

@@ -109,9 +109,9 @@ def network(of: dict[str, Any], data: fb.data.Clients) -> Model:
 
 
 def algorithm(name: str, options: dict[str, Any], model: Model) -> Any:
-    """A registered algorithm, its fields from a table; fields that are a `Training` are tables too."""
+    """A registered algorithm by its paper's protocol, its fields from a table; fields that are a `Training` are tables too."""
     kind = find(name)
-    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    usual = {**{field.name: field.default for field in dataclasses.fields(kind)}, **kind.published}
     values: dict[str, Any] = {}
     for field, value in options.items():
         if isinstance(usual.get(field), fb.Training):
@@ -119,7 +119,7 @@ def algorithm(name: str, options: dict[str, Any], model: Model) -> Any:
             values[field] = dataclasses.replace(usual[field], **value)
         else:
             values[field] = tuple(value) if isinstance(value, list) else value
-    return kind(model, **values)
+    return kind.paper(model, **values)
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:

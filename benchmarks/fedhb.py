@@ -85,8 +85,8 @@ def unlabelled(data: str) -> fb.Unlabelled:
 
 
 METHODS = {
-    "niw": lambda model, tau, data: fb.FedHBNIW(model, head_scale=3.0, sigma0=0.3, train=training(tau)),
-    "mixture": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, shrink=True, train=training(tau)),
+    "niw": lambda model, tau, data: fb.FedHBNIW.paper(model, head_scale=3.0, sigma0=0.3, train=training(tau)),
+    "mixture": lambda model, tau, data: fb.FedHBMixture.paper(model, head_scale=3.0, shrink=True, train=training(tau)),
     "fedbabu": lambda model, tau, data: fb.FedBABU(model, head_scale=3.0, train=training(tau)),
     "fedavg": lambda model, tau, data: fb.FedAvg(model, train=training(tau)),
     "fedprox": lambda model, tau, data: fb.FedProx(model, mu=0.01, train=training(tau)),
@@ -101,8 +101,8 @@ METHODS = {
     ),
 }
 ALL_LAYERS = {
-    "niw-all": lambda model, tau, data: fb.FedHBNIW(model, head=(), sigma0=0.2, train=training(tau)),
-    "mixture-all": lambda model, tau, data: fb.FedHBMixture(model, head=(), shrink=True, train=training(tau)),
+    "niw-all": lambda model, tau, data: fb.FedHBNIW.paper(model, head=(), sigma0=0.2, train=training(tau)),
+    "mixture-all": lambda model, tau, data: fb.FedHBMixture.paper(model, head=(), shrink=True, train=training(tau)),
     "fedbabu-plain": lambda model, tau, data: fb.FedBABU(model, train=training(tau)),
 }
 """FedHB with no layer frozen, and FedBABU with its head as it starts, as its own code has it."""
@@ -145,7 +145,9 @@ def run(
         return found
     began = time.perf_counter()
     rounds = 100 // epochs
-    fit = fb.simulate(algorithm, rows(data, seed), rounds, cohort=10, seed=seed, modes=("global",), folder=folder, resume=True)
+    fit = fb.simulate(
+        algorithm, rows(data, seed), rounds, cohort=10, seed=seed, modes=("global",), folder=folder, resume=True, choose=False
+    )
     found = {"global": figures(fit.evaluation, "global"), "seconds": time.perf_counter() - began, **found}
     for lr in missing:
         if hasattr(algorithm, "tune"):
@@ -222,8 +224,8 @@ def all_layers(out: Path, seeds: list[int]) -> str:
 
 
 FLAT = {
-    "mixture-flat": lambda model, tau, data: fb.FedHBMixture(model, head=(), train=training(tau)),
-    "mixture-frozen": lambda model, tau, data: fb.FedHBMixture(model, head_scale=3.0, train=training(tau)),
+    "mixture-flat": lambda model, tau, data: fb.FedHBMixture.paper(model, head=(), train=training(tau)),
+    "mixture-frozen": lambda model, tau, data: fb.FedHBMixture.paper(model, head_scale=3.0, train=training(tau)),
 }
 """Prototypes with a flat prior, the library's default."""
 FROZEN = {"niw": "NIW, head frozen", "mixture": "Mixture, head frozen"}
@@ -400,10 +402,10 @@ def scales(data: str, seeds: list[int], out: Path) -> str:
         warnings.simplefilter("ignore")  # of the literal prior
         methods = {"FedAvg": ("fedavg", METHODS["fedavg"](model, 1, data))}
         for sigma0 in SCALES[data]:
-            algorithm = fb.FedHBNIW(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
+            algorithm = fb.FedHBNIW.paper(model, head_scale=3.0, sigma0=sigma0, draws=20, train=training(1))
             methods[f"{sigma0:g}"] = (f"scale-{sigma0:g}", algorithm)
         if data == "mnist":
-            literal = fb.FedHBNIW(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
+            literal = fb.FedHBNIW.paper(model, head_scale=3.0, prior="literal", lambda0=1.0, draws=20, train=training(1))
             methods["literal"] = ("scale-literal", literal)
         for name, (label, algorithm) in methods.items():
             rows[name] = [run(label, algorithm, data, 1, seed, out) for seed in seeds]
@@ -447,11 +449,11 @@ def cost(rounds: int = 30) -> str:
     model, data = network("mnist"), clients("mnist", 0)
     chosen = {
         "FedBABU": fb.FedBABU(model, train=training(1)),
-        "NIW": fb.FedHBNIW(model, train=training(1)),
-        "NIW with its bound": fb.FedHBNIW(model, elbo=True, train=training(1)),
-        "Mixture, K = 2": fb.FedHBMixture(model, train=training(1)),
-        "Mixture, K = 2, gate on all rows": fb.FedHBMixture(model, gate_rows=600, train=training(1)),
-        "Mixture, K = 5": fb.FedHBMixture(model, K=5, train=training(1)),
+        "NIW": fb.FedHBNIW.paper(model, train=training(1)),
+        "NIW with its bound": fb.FedHBNIW.paper(model, elbo=True, train=training(1)),
+        "Mixture, K = 2": fb.FedHBMixture.paper(model, train=training(1)),
+        "Mixture, K = 2, gate on all rows": fb.FedHBMixture.paper(model, gate_rows=600, train=training(1)),
+        "Mixture, K = 5": fb.FedHBMixture.paper(model, K=5, train=training(1)),
     }
     simulations, d = {}, 784 * 256 + 256
     for name, algorithm in chosen.items():
@@ -483,7 +485,7 @@ def centralised(seeds: list[int], out: Path) -> str:
             done = out / f"centralised-{data}-{seed}" / "figures.json"
             if not done.exists():
                 algorithm = fb.FedAvg(network(data), train=training(1), tune=tuning(RATES[0]))
-                fit = fb.simulate(algorithm, clients(data, seed).pooled(), 10, seed=seed, modes=("global",))
+                fit = fb.simulate(algorithm, clients(data, seed).pooled(), 10, seed=seed, modes=("global",), choose=False)
                 everyone = fb.Simulation(fit.simulation.algorithm, clients(data, seed), seed=seed)
                 everyone.state = fit.simulation.state
                 scores = fb.assess(everyone, ("global", "adapted"))

@@ -58,7 +58,7 @@ def scored(fit: Any, factors: tuple[float, ...]) -> dict[str, Any]:
 
 
 def fitted(algorithm: Any, data: Any, epochs: int, seed: int) -> Any:
-    return fb.simulate(algorithm, data, 100 // epochs, cohort=10, seed=seed, modes=("global",))
+    return fb.simulate(algorithm, data, 100 // epochs, cohort=10, seed=seed, modes=("global",), choose=False)
 
 
 def choose(name: str, data: str, out: Path, epochs: int = 1) -> tuple[float, float]:

@@ -68,6 +68,7 @@ def run(name: str, config: dict[str, Any], seed: int, out: Path) -> dict[str, An
         config["rounds"],
         cohort=config["cohort"],
         seed=seed,
+        choose=False,
         modes=("global", "adapted"),
         folder=done.parent,
         resume=True,

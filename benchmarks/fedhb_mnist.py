@@ -264,6 +264,7 @@ def run(name: str, seed: int, out: Path) -> dict[str, Any]:
         variant.rounds,
         cohort=10,
         seed=seed,
+        choose=False,
         modes=("global",),
         folder=folder,
         resume=True,

@@ -75,7 +75,9 @@ def run(label: str, name: str, options: dict[str, Any], config: dict[str, Any], 
             found.append(fb.assess(simulation, ("global", "adapted")).summary())
 
     algorithm = common.algorithm(name, options, common.network(config["network"], data))
-    fb.simulate(algorithm, data, rounds, cohort=config["cohort"], seed=seed, modes=("global",), callbacks=(score,))
+    fb.simulate(
+        algorithm, data, rounds, cohort=config["cohort"], seed=seed, modes=("global",), callbacks=(score,), choose=False
+    )
     result: dict[str, Any] = {"seconds": time.perf_counter() - began}
     for mode, groups in found[0].items():
         for group in groups:
@@ -161,7 +163,9 @@ def certificates(config: dict[str, Any], seed: int, stem: str) -> str:
     data = clients(json.dumps(config["data"]), seed)
     options = {**config["methods"]["fedvi"], **config["certify"], "bias": False}
     algorithm = common.algorithm("fedvi", options, common.network(config["network"], data))
-    fit = fb.simulate(algorithm, data, config["rounds"], cohort=config["cohort"], seed=seed, modes=("global", "adapted"))
+    fit = fb.simulate(
+        algorithm, data, config["rounds"], cohort=config["cohort"], seed=seed, modes=("global", "adapted"), choose=False
+    )
     bounds, errors, adapted = [], [], fb.assess(drawn_alone(fit.simulation), ("adapted",)).scores["adapted"]
     for place in np.flatnonzero(data.unseen):
         bounds.append(certify(fit.simulation, str(data.names[place])).bound)

@@ -21,10 +21,10 @@ TABLE = {
     "fedprox": lambda model: fb.FedProx(model, mu=0.1, train=TRAIN, tune=TUNE),
     "scaffold": lambda model: fb.Scaffold(model, train=fb.Training(2, batch=8, lr=0.2), tune=TUNE),
     "fedbabu": lambda model: fb.FedBABU(model, head_scale=3.0, train=TRAIN, tune=TUNE),
-    "fedhb-niw": lambda model: fb.FedHBNIW(
+    "fedhb-niw": lambda model: fb.FedHBNIW.paper(
         model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, N=4, D=80
     ),
-    "fedhb-mixture": lambda model: fb.FedHBMixture(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, N=4),
+    "fedhb-mixture": lambda model: fb.FedHBMixture.paper(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, N=4),
     "fedvi": lambda model: fb.FedVI(
         model, constructor=(8,), draws=3, train=fb.Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),

@@ -40,11 +40,11 @@ def adapted(simulation, data, index=0):
 
 
 def niw(model, **options):
-    return FedHBNIW(model, **{"head": (), "p": 1.0, "lambda0": 0.0, "train": TRAIN, "tune": TUNE, **options})
+    return FedHBNIW.paper(model, **{"head": (), "p": 1.0, "lambda0": 0.0, "train": TRAIN, "tune": TUNE, **options})
 
 
 def mixture(model, **options):
-    return FedHBMixture(model, **{"head": (), "K": 1, "shrink": False, "train": TRAIN, "tune": TUNE, **options})
+    return FedHBMixture.paper(model, **{"head": (), "K": 1, "shrink": False, "train": TRAIN, "tune": TUNE, **options})
 
 
 @pytest.mark.parametrize("cohort", [None, 3])
@@ -114,7 +114,7 @@ def test_server_and_clients_reach_the_posterior_of_the_conjugate_model():
     """Block by block: m_i is normal-normal given q(φ), and q(φ) is the textbook's NIG posterior given the m_i."""
     d, N, rows, sigma0 = 3, 6, 4, 0.3
     data, means = normal_means(d)
-    algorithm = FedHBNIW(
+    algorithm = FedHBNIW.paper(
         coordinates(d), head=(), p=1.0, epsilon=0.0, lambda0=1.0, sigma0=sigma0, train=dataclasses.replace(FULL, lr=0.3)
     )
     state = simulated(algorithm, data, 40).state
@@ -137,7 +137,7 @@ def test_implicit_steps_with_momentum_end_where_the_pull_and_the_rows_balance():
     d, rows = 3, 4
     data, means = normal_means(d)
     with pytest.warns(UserWarning, match="literal"):
-        algorithm = FedHBNIW(
+        algorithm = FedHBNIW.paper(
             coordinates(d), head=(), p=1.0, prior="literal", lambda0=1.0, train=dataclasses.replace(FULL, lr=0.1, momentum=0.9)
         ).planned(1, **data.facts)
     key = jax.random.key(0)
@@ -154,7 +154,7 @@ def test_results_do_not_depend_on_the_number_of_other_coordinates():
         # The mean over rows has d times as many rows: a step d times as long is the same step for each coordinate.
         train = dataclasses.replace(FULL, lr=0.05 * d, epochs=30)
         data, _ = normal_means(d)
-        state = simulated(FedHBNIW(coordinates(d), head=(), p=1.0, train=train), data, 4).state
+        state = simulated(FedHBNIW.paper(coordinates(d), head=(), p=1.0, train=train), data, 4).state
         return float(state.m0["body"]["w"][0]), float(state.V0["body"]["w"][0])
 
     np.testing.assert_allclose(first(1), first(40), rtol=2e-5)
@@ -164,7 +164,7 @@ def test_empirical_bayes_finds_the_scale_that_makes_the_clients_most_likely():
     """Against a grid over the marginal likelihood of the m_i, which stay where they are as the prior is all but flat."""
     d, N = 40, 6
     data, means = normal_means(d)
-    algorithm = FedHBNIW(
+    algorithm = FedHBNIW.paper(
         coordinates(d),
         head=(),
         p=1.0,
@@ -195,7 +195,7 @@ def _rows(data):
 
 def test_draws_of_a_new_client_are_student_t():
     data, _ = normal_means(2, clients=3)
-    algorithm = FedHBNIW(coordinates(2), head=(), sigma0=0.5, p=1.0, lambda0=1.0).planned(1, **data.facts)
+    algorithm = FedHBNIW.paper(coordinates(2), head=(), sigma0=0.5, p=1.0, lambda0=1.0).planned(1, **data.facts)
     state = algorithm.init_server(jax.random.key(0))
     down = algorithm.broadcast(jax.random.key(0), state)
     w = jax.vmap(lambda key: algorithm.student_t(key, down)["body"]["w"])(jax.random.split(jax.random.key(1), 100_000))
@@ -212,9 +212,9 @@ def test_the_negative_bound_does_not_rise_on_a_fixed_cohort(kind, equal):
     model = mlp((4,), Categorical(2), hidden=())
     train = Training(epochs=400, batch=ROWS, lr=0.3)
     algorithm = (
-        FedHBNIW(model, head=(), p=1.0, sigma0=0.3, elbo=True, train=train)
+        FedHBNIW.paper(model, head=(), p=1.0, sigma0=0.3, elbo=True, train=train)
         if kind == "niw"
-        else FedHBMixture(model, head=(), K=2, sigma2=0.1, noise=1.0, shrink=True, elbo=True, train=train, start="best")
+        else FedHBMixture.paper(model, head=(), K=2, sigma2=0.1, noise=1.0, shrink=True, elbo=True, train=train, start="best")
     )
     simulation = Simulation(algorithm.planned(12, **equal.facts), equal)
     bounds = [simulation.step().metrics["bound"] for _ in range(12)]
@@ -262,7 +262,7 @@ def test_dropout_is_part_of_what_a_client_minimises():
 def test_the_server_is_equation_18():
     """By hand, from three of five clients, with every term in it."""
     N, p, epsilon, lambda0, sigma0, nu0 = 5, 0.9, 0.3, 1.0, 0.4, 3
-    algorithm = FedHBNIW(coordinates(2), head=(), p=p, epsilon=epsilon, lambda0=lambda0, sigma0=sigma0, N=N, D=100)
+    algorithm = FedHBNIW.paper(coordinates(2), head=(), p=p, epsilon=epsilon, lambda0=lambda0, sigma0=sigma0, N=N, D=100)
     key = jax.random.key(0)
     state = algorithm.init_server(key)._replace(m0={"body": {"w": jnp.array([0.5, -1.0])}})
     m = np.array([[1.0, -0.5], [0.2, -2.0], [0.9, 0.3]])
@@ -280,7 +280,7 @@ def test_the_server_is_equation_18():
 def test_the_literal_prior_has_the_printed_numbers():
     """ν0 = d + 2, n0 = |D| + d + 2, l0 = |D| + 1; the mode of q(Σ) gives n0 + d + 1; Student's t has |D| + 3 degrees."""
     with pytest.warns(UserWarning, match="literal"):
-        algorithm = FedHBNIW(coordinates(7), head=(), prior="literal", lambda0=1.0, N=5, D=100)
+        algorithm = FedHBNIW.paper(coordinates(7), head=(), prior="literal", lambda0=1.0, N=5, D=100)
     assert algorithm._prior({"body": {"w": jnp.zeros(7)}}) == (9, 109, 101, 117, 103)
 
 
@@ -301,9 +301,9 @@ def test_personalisation_has_a_prior_for_the_head(kind):
     data = Clients.build(np.ones((8, 1), np.float32), np.full(8, 2.0, np.float32), np.repeat([0, 1], rows), test=0.0)
     tune = Training(epochs=2000, batch=8, lr=0.05)
     algorithm = (
-        FedHBNIW(with_head(), p=1.0, prior="fixed", sigma0=variance**0.5, train=TRAIN, tune=tune)
+        FedHBNIW.paper(with_head(), p=1.0, prior="fixed", sigma0=variance**0.5, train=TRAIN, tune=tune)
         if kind == "niw"
-        else FedHBMixture(
+        else FedHBMixture.paper(
             with_head(), K=1, sigma2=variance, train=TRAIN, tune=tune, noise=0.0, gate=mlp((1,), Categorical(2), ())
         )
     ).planned(1, **data.facts)
@@ -333,7 +333,7 @@ def test_a_mixtures_client_of_one_row_does_too(sigma2):
     train = Training(epochs=1000, batch=8, lr=0.1, momentum=0.9)
     assert train.lr / sigma2 > 2 * (1 + train.momentum)
     gate = mlp((1,), Categorical(2), ())
-    algorithm = FedHBMixture(coordinates(1), head=(), K=2, sigma2=sigma2, train=train, gate=gate, start="best").planned(
+    algorithm = FedHBMixture.paper(coordinates(1), head=(), K=2, sigma2=sigma2, train=train, gate=gate, start="best").planned(
         1, **data.facts
     )
     key = jax.random.key(0)
@@ -362,7 +362,7 @@ def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own()
     data, group = two_groups(40)
     data = data.hold_out(10, seed=1)
     model = mlp((4,), Categorical(2), hidden=(16,))
-    algorithm = FedHBMixture(
+    algorithm = FedHBMixture.paper(
         model, head=(), K=2, noise=1.0, start="best", train=Training(epochs=5, batch=20, lr=0.1, momentum=0.9)
     )
     simulation = simulated(algorithm, data, 25, cohort=10)
@@ -406,7 +406,7 @@ def test_no_component_dies(equal, model):
 def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
     model = mlp((4,), Categorical(2), hidden=(400,))
     with pytest.warns(UserWarning, match="the literal prior pulls harder the more weights a network has") as said:
-        algorithm = FedHBNIW(model, prior="literal", head=(), train=TRAIN).planned(3, **equal.facts)
+        algorithm = FedHBNIW.paper(model, prior="literal", head=(), train=TRAIN).planned(3, **equal.facts)
     assert len(said) == 1
     simulation = simulated(algorithm, equal, 3)
     of = algorithm._prior(simulation.state.m0)
@@ -418,19 +418,19 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda model: FedHBNIW(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
-        (lambda model: FedHBNIW(model, sigma0=0.0), "sigma0 is 0.0, but it is a standard deviation and must be above 0"),
-        (lambda model: FedHBNIW(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
-        (lambda model: FedHBNIW(model).init_server(jax.random.key(0)), "N is not set: FedHB's server counts the clients"),
-        (lambda model: FedHBMixture(model, K=0), "K is 0, but it is at least 1"),
-        (lambda model: FedHBMixture(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
-        (lambda model: FedHBNIW(model, head_scale=float("nan")).planned(3), "head_scale is nan, but it is a number"),
+        (lambda model: FedHBNIW.paper(model, p=0.0), "p is 0.0, but it is the share of columns that are kept"),
+        (lambda model: FedHBNIW.paper(model, sigma0=0.0), "sigma0 is 0.0, but it is a standard deviation and must be above 0"),
+        (lambda model: FedHBNIW.paper(model, prior="wide"), "prior is 'wide', but it is coordinate, literal or fixed"),
+        (lambda model: FedHBNIW.paper(model).init_server(jax.random.key(0)), "N is not set: FedHB's server counts the clients"),
+        (lambda model: FedHBMixture.paper(model, K=0), "K is 0, but it is at least 1"),
+        (lambda model: FedHBMixture.paper(model, K=2.5).planned(3), "K is 2.5, but it is a whole number"),
+        (lambda model: FedHBNIW.paper(model, head_scale=float("nan")).planned(3), "head_scale is nan, but it is a number"),
         (
-            lambda model: FedHBMixture(model, head=(), head_scale=3.0, N=3).init_server(jax.random.key(0)),
+            lambda model: FedHBMixture.paper(model, head=(), head_scale=3.0, N=3).init_server(jax.random.key(0)),
             "head_scale is 3, but no layer is frozen",
         ),
-        (lambda model: FedHBMixture(model, start="far"), "start is 'far', but it is centre or best"),
-        (lambda model: FedHBNIW(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
+        (lambda model: FedHBMixture.paper(model, start="far"), "start is 'far', but it is centre or best"),
+        (lambda model: FedHBNIW.paper(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
     ],
 )
 def test_bad_settings_get_one_sentence(make, sentence, model):

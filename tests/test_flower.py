@@ -40,8 +40,8 @@ WAIT = 600
 NETWORKS = {
     "fedavg": "fb.FedAvg(model, train=TRAIN)",
     "fedper": "fb.FedPer(model, train=TRAIN)",
-    "fedhb-niw": "fb.FedHBNIW(model, sigma0=0.3, train=TRAIN)",
-    "fedhb-mixture": "fb.FedHBMixture(model, train=TRAIN)",
+    "fedhb-niw": "fb.FedHBNIW.paper(model, sigma0=0.3, train=TRAIN)",
+    "fedhb-mixture": "fb.FedHBMixture.paper(model, train=TRAIN)",
     "bpfed": "fb.BPFed(model, train=TRAIN)",
     "fedvi": "fb.FedVI(model, constructor=(8,), train=TRAIN, server_lr=1.0)",
 }

@@ -18,7 +18,7 @@ import operator
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
@@ -190,6 +190,18 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
 
     model: Model
     """The network and its likelihood; on the command line linear, mlp, mlp:256,128, cnn or mobilenet."""
+    published: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the paper's protocol that differ from the defaults."""
+
+    @classmethod
+    def paper(cls, model: Model, **settings: Any) -> Self:
+        """The algorithm with the settings of its paper, where these are not given.
+
+        >>> import fedbayes as fb
+        >>> fb.FedPop.paper(fb.models.linear((2,), fb.models.Categorical(2)), personal=("head/bias",)).form
+        'langevin'
+        """
+        return cls(model, **{**cls.published, **settings})
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
@@ -212,6 +224,18 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     @abc.abstractmethod
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""
+
+    @property
+    def choices(self) -> dict[str, tuple[float, ...]]:
+        """Settings of `adapt` that a federation may choose, by dotted name, with their candidates (`setting`)."""
+        found: dict[str, tuple[float, ...]] = {}
+        for field in dataclasses.fields(self):
+            choose = field.metadata.get("choose", ())
+            if isinstance(choose, Mapping):
+                found |= {f"{field.name}.{name}": grid for name, grid in choose.items()}
+            elif choose:
+                found[field.name] = choose
+        return found
 
     def check_gibbs(self, down: DownT) -> None:
         """Refuse a run of which no PAC-Bayes bound holds; by default every run."""

@@ -33,7 +33,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,8 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     >>> BPFed(mlp((64,), Categorical(10))).personal
     ('head',)
     """
+
+    published: ClassVar[Mapping[str, Any]] = {"population": False}
 
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""

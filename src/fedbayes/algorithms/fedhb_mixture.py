@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,11 +88,16 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     0.1
     """
 
+    published: ClassVar[Mapping[str, Any]] = {
+        "head": ("head",),
+        "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
+    }
+
     K: int = setting(2, least=1)
     """Prototypes."""
     sigma2: float = setting(0.1, above=0)
     """σ², the variance of a client's weights around its prototype."""
-    head: tuple[str, ...] = ("head",)
+    head: tuple[str, ...] = ()
     """Paths of the part that is not trained, in the network and in the gate; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
@@ -107,7 +113,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
     draws: int = setting(20, least=1)
     """Draws of a prediction, divided among prototypes as the gate says."""
-    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     gate_rows: int = setting(100, least=1)
     """Rows that a client draws for the gate in a round: all of them have the same label, so a few will do."""

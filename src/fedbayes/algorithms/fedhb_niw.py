@@ -30,7 +30,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,9 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.primitives.training import Training, descend, mean_loss, rows, tuning
+
+PULL = 0.02
+"""The strength of a client's prior, as FedProx's μ counts it, where σ0 is not given."""
 
 
 class Server(NamedTuple):
@@ -97,7 +101,13 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     0.999
     """
 
-    head: tuple[str, ...] = ("head",)
+    published: ClassVar[Mapping[str, Any]] = {
+        "head": ("head",),
+        "sigma0": 0.1,
+        "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
+    }
+
+    head: tuple[str, ...] = ()
     """Paths of the part that is not trained; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
@@ -105,8 +115,9 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """Share of columns that are kept: 1 − p is the dropout. It also multiplies m0 in each round."""
     epsilon: float = setting(1e-4, least=0)
     """ε, the width of the spikes of q_i."""
-    sigma0: float = setting(0.1, above=0, which="is a standard deviation")
-    """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too."""
+    sigma0: float | None = setting(None, above=0, which="is a standard deviation")
+    """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too. By default
+    `PULL` times the rows of a client have the strength of the prior: σ0² = 1/(PULL |D|/N)."""
     lambda0: float = setting(0.0, least=0)
     """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean. The paper has 1, which the
     literal prior has to be given too."""
@@ -118,7 +129,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
     draws: int = setting(0, least=0)
     """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
-    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
@@ -145,7 +156,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """m0 and the head at random; V0 such that a client sees Σ0 alone."""
         head, m0 = trees.frozen(self.model.init(key), self.head, self.head_scale)
-        at_start = 1.0 if self.prior == "literal" else (self._clients() + 3) * self.sigma0**2
+        at_start = 1.0 if self.prior == "literal" else (self._clients() + 3) * self.scale0**2
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(at_start), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
@@ -197,7 +208,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""
         start = trees.merge(down.m0, down.head)
-        of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.sigma0**2, leaf.dtype), down.head)
+        of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.scale0**2, leaf.dtype), down.head)
         precision = trees.merge(self._precision(down), of_head)
         nothing = jax.tree.map(lambda _: None, start)
         return Local(self._fit(start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)[0])
@@ -230,6 +241,17 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             )
         scale = (of.l0 + 1) / (of.l0 * of.degrees)
         return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+
+    @property
+    def scale0(self) -> float:
+        """σ0 as given, or from the rows of a client."""
+        if self.sigma0 is not None:
+            return self.sigma0
+        if self.D is None:
+            raise UserError(
+                "sigma0 and D are not set: the prior's width follows from the rows of all clients; give one of them"
+            )
+        return math.sqrt(self._clients() / (PULL * self.D))
 
     def _clients(self) -> int:
         if self.N is None:

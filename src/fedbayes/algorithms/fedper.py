@@ -16,6 +16,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fedbayes.primitives.layers import Down, Local, Server, Together, Up  # noqa: F401, older files name them here
 from fedbayes.primitives.training import Training, tuning
@@ -29,6 +31,8 @@ class FedPer(Together):
     >>> FedPer(mlp((64,), Categorical(10))).personal
     ('head',)
     """
+
+    published: ClassVar[Mapping[str, Any]] = {"population": False}
 
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""

@@ -38,7 +38,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,15 +110,20 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     (5, 16, 3)
     """
 
+    published: ClassVar[Mapping[str, Any]] = {
+        "form": "langevin",
+        "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
+    }
+
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
     form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
-    sigma: float = setting(0.1, above=0)
+    sigma: float = setting(0.1, above=0, choose=(0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
-    temperature: float = setting(1.0, least=0)
+    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 0.01, 0.1, 1.0))
     """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
     draws: int = setting(10, least=1)
     """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""
@@ -133,7 +139,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Langevin: σ does not fall below this."""
     adapt_steps: int = 100
     """Langevin: steps in `adapt`."""
-    train: Training = Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's epochs; its batch is also that of a Langevin step."""
 
     def __post_init__(self) -> None:
@@ -198,6 +204,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
             return self.model.apply(trees.merge(down.phi, down.mu), x)[None]
         heads = local.z if self.form == "laplace" else self._langevin_heads(key, down, local)
         return jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
+
+    @property
+    def choices(self) -> dict[str, tuple[float, ...]]:
+        """σ and T of Laplace's form."""
+        return super().choices if self.form == "laplace" else {}
 
     def head(self, down: Down, data: Data) -> laplace.Head:
         """The client's rows as a function of its head, and the population prior."""

@@ -19,7 +19,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,8 @@ class FedRecon(Populated[Server, Local, Down, Up]):
     >>> FedRecon(mlp((64,), Categorical(10))).personal
     ('head',)
     """
+
+    published: ClassVar[Mapping[str, Any]] = {"population": False}
 
     personal: tuple[str, ...] = ("head",)
     """Paths of l, the layers that are the client's own."""

@@ -18,7 +18,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -47,6 +48,8 @@ class FedRep(SharedLayers[Down], Weighted[Server, Local, Down, Up]):
     >>> FedRep(mlp((64,), Categorical(10))).head.epochs
     10
     """
+
+    published: ClassVar[Mapping[str, Any]] = {"population": False}
 
     head: Training = Training(epochs=10, batch=50, lr=0.1, momentum=0.9)
     """The first part of a client's round, on its head."""

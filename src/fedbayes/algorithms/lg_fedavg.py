@@ -16,6 +16,8 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fedbayes.primitives.layers import Together
 from fedbayes.primitives.training import Training, tuning
@@ -29,6 +31,8 @@ class LGFedAvg(Together):
     >>> LGFedAvg(mlp((64,), Categorical(10))).personal
     ('body',)
     """
+
+    published: ClassVar[Mapping[str, Any]] = {"population": False}
 
     personal: tuple[str, ...] = ("body",)
     """Paths of the layers that stay with the client."""

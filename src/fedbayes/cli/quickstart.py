@@ -41,7 +41,7 @@ SIX_CITIES = Path(__file__).parents[3] / "examples" / "six_cities.py"
 MEANING = """\
 global: the shared model. personal: with what the client kept from training. adapted: after fitting to the client's
 own rows, which FedVI does without their labels. An unseen client never trained before. Every client is scored on its
-own test rows. BPFed's last layer is the client's own; its shared model has that layer as it was before training.
+own test rows. BPFed's last layer is the client's own; its shared model has the population's.
 """
 NUTS = {
     "beta[0]": (-3.161, 0.228),

@@ -76,7 +76,7 @@ class Choice:
         if given is None:
             return None
         names, values = tuple(map(str, given["names"])), np.asarray(given["values"], np.float32)
-        if strange := sorted(set(names) - set(declared(algorithm))):
+        if strange := sorted(set(names) - set(algorithm.choices)):
             raise UserError(f"the choice has {strange[0]!r}, which {algorithm.title} does not let a federation choose")
         if values.shape != (len(SIZES), len(names)) or not np.isfinite(values).all():
             raise UserError(f"the choice has shape {values.shape}; expected {(len(SIZES), len(names))} finite numbers")
@@ -107,24 +107,12 @@ def candidates(algorithm: AnyNetwork) -> Candidates:
     (('tune.lr', 'tune.steps'), 11, (0.0, 0.0))
     """
     default = {field.name: field.default for field in dataclasses.fields(algorithm)}
-    grids = {name: grid for name, grid in declared(algorithm).items() if _at(algorithm, name) == _at(default, name)}
+    grids = {name: grid for name, grid in algorithm.choices.items() if _at(algorithm, name) == _at(default, name)}
     if not grids:
         return Candidates((), ())
     others = itertools.product(*(grid[1:] for grid in grids.values()))
     every = (tuple(grid[0] for grid in grids.values()), *others)
     return Candidates(tuple(grids), tuple(tuple(map(float, one)) for one in every))
-
-
-def declared(algorithm: AnyNetwork) -> dict[str, tuple[float, ...]]:
-    """The values that an algorithm declares for settings of `adapt`, by dotted name."""
-    found: dict[str, tuple[float, ...]] = {}
-    for field in dataclasses.fields(algorithm):
-        choose = field.metadata.get("choose", ())
-        if isinstance(choose, Mapping):
-            found |= {f"{field.name}.{name}": grid for name, grid in choose.items()}
-        elif choose:
-            found[field.name] = choose
-    return found
 
 
 def _at(config: Any, name: str) -> Any:
