@@ -136,11 +136,12 @@ def test_list_names_everything(capsys):
 
 
 def test_wire_prints_what_is_sent(capsys):
-    code, out, _ = run(capsys, "wire", "fedper", "--model", "mlp:4")
+    code, out, _ = run(capsys, "wire", "fedper", "--model", "mlp:4", "--no-population")
     assert code == 0
     assert re.search(r"shared/body/dense0/kernel │ \[64, 4\] │ float32 │ mean\s+│ .*local/personal", out)
     assert "head/kernel" not in out.split("from each client")[1].split("depends on")[0]
     code, plain, _ = run(capsys, "wire", "fedper", "--model", "mlp:4", "--plain")
+    assert "up\tpopulation/first/head/kernel\tfloat32[4, 10]\tsum\t" in plain
     assert "up\tweight\tfloat32[]\tsum\tdata/mask\n" in plain
 
 

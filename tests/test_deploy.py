@@ -343,7 +343,7 @@ def test_no_message_holds_a_local_state_or_a_row(model, everyone, tmp_path):
         _, local = site.personal()
         private = [*jax.tree.leaves(local), *site.data.train.x, *site.data.test.x]
         for leaf in private:
-            if np.asarray(leaf).any():
+            if np.asarray(leaf).any() and leaf.nbytes > 1:  # a flag is in any message by chance
                 assert np.ascontiguousarray(leaf).tobytes() not in sent
 
 

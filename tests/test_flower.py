@@ -229,7 +229,7 @@ def test_no_byte_of_a_row_or_a_local_state_is_in_any_message(running, tmp_path):
         x = np.concatenate([site.data.train.x, site.data.test.x])
         private = [*jax.tree.leaves(local), *x, *x.astype(np.uint8), *x.astype(np.float64)]
         for leaf in private:
-            if np.asarray(leaf).any():
+            if np.asarray(leaf).any() and leaf.nbytes > 1:  # a flag is in any message by chance
                 assert np.ascontiguousarray(leaf).tobytes() not in sent
 
 

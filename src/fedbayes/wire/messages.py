@@ -38,7 +38,8 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
 
     >>> import fedbayes as fb
     >>> clients = fb.data.load("digits")
-    >>> [leaf.path for leaf in manifest(fb.FedPer(fb.network("linear", clients), personal=("head/bias",)), clients.example)]
+    >>> algorithm = fb.FedPer(fb.network("linear", clients), personal=("head/bias",), population=False)
+    >>> [leaf.path for leaf in manifest(algorithm, clients.example)]
     ['shared/head/kernel', 'lr', 'shared/head/kernel', 'weight', 'loss']
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
