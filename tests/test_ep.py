@@ -13,7 +13,7 @@ from hierarchy import DEVIATION, MEAN, OWN, WEIGHT, Y, partition, population, si
 
 import fedbayes as fb
 from fedbayes import wire
-from fedbayes.engine.silo_data import plan
+from fedbayes.engine.silo_data import plan, read
 from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian, sampling, tilted
 from fedbayes.primitives.gaussian import Natural
@@ -159,6 +159,25 @@ def test_a_silo_without_information_keeps_a_flat_factor():
     np.testing.assert_allclose(jnp.exp(q.log_scale), 3.25**-0.5, rtol=0.02)
     own = fit.simulation.own("a")
     assert abs(float(own.factor.precision[1, 1])) < 0.02
+
+
+def test_a_silo_whose_chains_never_move_is_named():
+    def broken(mean, data):
+        numpyro.factor("root", jnp.sqrt(mean - mean))  # finite, and its gradient is not
+        numpyro.sample("y", dist.Normal(mean, 1.0), obs=data["y"])
+
+    fit = fb.simulate(fb.EP(population, broken, **QUICK), {"south": {"y": Y[:4]}}, rounds=2, correct=False)
+    verdict = fit.result["verdict"]
+    assert verdict["verdict"] == "not converged"
+    assert any("the chains of silo 'south' do not move" in reason for reason in verdict["reasons"])
+    assert "the log density of silo 'south' and its gradient are finite" in verdict["next"]
+    assert np.isfinite(fit.shared.eta.mean).all()
+    assert not np.any(fit.simulation.own("south").change.precision)
+
+
+def test_silos_that_differ_in_float_precision_are_fitted_as_one_type():
+    silos = {"north": {"y": Y[:4].astype(np.float64)}, "south": {"y": Y[4:8]}}
+    assert {array.dtype for _, arrays in read(silos, fb.EP(population, silo)).parts for array in arrays} == {Y.dtype}
 
 
 def weird(population, data):

@@ -30,8 +30,6 @@ from fedbayes.primitives.variational import Family, Locals, Shared
 
 FAMILY = Family(moving_scale=True)
 """The form of q(Z_L | Z_G) that summarises draws."""
-STUCK = 0.05
-"""A share of transitions that moved below which a silo keeps its factor."""
 UNMIXED, SKEWED = 1.1, 1.0
 """A split r-hat, and a skewness of a tilted marginal, above which a silo is counted."""
 NEAR = 0.1
@@ -178,7 +176,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         tilted, noise = sampling.gaussian_of(draws)
         health, eta = sampling.health(draws), sampling.conditionals(draws, q)
         change = over(over(tilted, cavity), factor)
-        stuck = health.moving < STUCK  # such draws say nothing
+        stuck = health.moving < sampling.STUCK  # such draws say nothing
         change, noise = jax.tree.map(lambda leaf: jnp.where(stuck, 0.0, leaf), (change, noise))
         flags = (health.rhat > UNMIXED, health.skew > SKEWED)
         checked = Checked(health.draws, health.divergences, *(flag.astype(health.draws.dtype) for flag in flags))

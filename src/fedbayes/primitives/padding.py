@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from fedbayes.errors import UserError
 from fedbayes.models.linked import Linked
+from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured, block_starts
 from fedbayes.primitives.dependence import as_declared
 from fedbayes.trees import Form, put_together, take_apart
@@ -179,21 +180,27 @@ def _grown(structured: Structured, parts: Sequence[Part], sizes: Sequence[Size])
 def _shapes(structured: Structured, data: Any) -> Shapes:
     """The shape of each site's terms."""
     form, arrays = take_apart(data)
-    return {site: leaf.shape for site, leaf in jax.eval_shape(functools.partial(_terms, structured, form), arrays).items()}
+
+    def at_zero(arrays: tuple[Array, ...]) -> Values:
+        latents = structured.local_latents(put_together(form, arrays))
+        zeros = {one.name: jnp.zeros(one.shape) for one in latents}
+        return _terms(structured, form, jnp.zeros(structured.size()), zeros, arrays)
+
+    return {site: leaf.shape for site, leaf in jax.eval_shape(at_zero, arrays).items()}
 
 
-def _terms(structured: Structured, form: Form, arrays: tuple[Array, ...], point: int | None = None, room: Any = None) -> Any:
-    """Each site's terms with latents at 0, or at random numbers that are the same for the elements of both sizes."""
-    data = put_together(form, arrays)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _terms(structured: Structured, form: Form, z_G: Float[Array, " n"], real: Values, arrays: tuple[Array, ...]) -> Values:
+    """Each site's terms at latents on the real line."""
+    return structured.elements({}, z_G, real, put_together(form, arrays))
+
+
+def _latents(size: int, room: Shapes, latents: Shapes, point: int) -> tuple[Array, Values]:
+    """Random Z_G and latents of a silo, which are the same for the elements that both sizes have."""
     normal = np.random.default_rng(point)
-    z_G = jnp.zeros(structured.size()) if point is None else jnp.asarray(0.3 * normal.normal(size=structured.size()), float)
-    real = {}
-    for one in structured.local_latents(data):
-        numbers = (
-            np.zeros(one.shape) if point is None else 0.3 * normal.normal(size=room[one.name])[tuple(map(slice, one.shape))]
-        )
-        real[one.name] = jnp.asarray(numbers, float)
-    return structured.elements({}, z_G, real, data)
+    z_G = jnp.asarray(0.3 * normal.normal(size=size), float)
+    drawn = {name: 0.3 * normal.normal(size=room[name]) for name in latents}
+    return z_G, {name: jnp.asarray(drawn[name][tuple(map(slice, shape))], float) for name, shape in latents.items()}
 
 
 def _alike(structured: Structured, own: Part, longer: Part) -> bool:
@@ -209,8 +216,8 @@ def _alike(structured: Structured, own: Part, longer: Part) -> bool:
             return False
         for point in range(POINTS):
             mine, other = (
-                jax.jit(functools.partial(_terms, structured, form, point=point, room=room))(arrays)
-                for form, arrays in (own, longer)
+                _terms(structured, form, *_latents(structured.size(), room, shapes, point), arrays)
+                for (form, arrays), shapes in ((own, latents), (longer, room))
             )
             if mine.keys() != after.keys():
                 return False

@@ -213,6 +213,10 @@ def _variance(value: Float[Array, "c s *d"], kept: Bool[Array, " s"]) -> Float[A
     return jnp.maximum(jnp.sum(jnp.where(weight, (value - mean) ** 2, 0.0), axis=(0, 1)) / total, 1e-10)
 
 
+STUCK = 0.05
+"""A share of transitions that moved below which draws say nothing."""
+
+
 class Health(NamedTuple):
     """How well a silo's chains mixed, and how far its tilted Z_G is from a Gaussian."""
 

@@ -15,6 +15,7 @@ the silos: a simulation does, or the coordinator of a deployment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from fedbayes.algorithms.evidence import POINTS, Told
 from fedbayes.models import frames
@@ -86,6 +87,17 @@ class Corrected:
         return random.permutation(self.z[chosen])
 
 
+def by_blocks(function: Callable[[Array], Any], points: Points, dtype: Any) -> Any:
+    """`function` of points, `POINTS` at a time with the last block filled up: one compiled shape for any number of points."""
+    parts = []
+    for start in range(0, len(points), POINTS):
+        block = points[start : start + POINTS]
+        full = np.concatenate([block, np.broadcast_to(block[-1], (POINTS - len(block), block.shape[1]))])
+        found = jax.device_get(function(jnp.asarray(full, dtype)))
+        parts.append(jax.tree.map(lambda leaf, count=len(block): leaf[:count], found))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
 class Frame(Protocol):
     """Other coordinates of Z_G, in which it may be less of a funnel (models/frames.py)."""
 
@@ -115,12 +127,12 @@ class Standardised:
 
     def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
         """x for each z, and log |dx/dz|."""
-        x, slope = frames.standardised(self.structured, self.theta, jnp.asarray(z, self.dtype))
+        x, slope = by_blocks(functools.partial(frames.standardised, self.structured, self.theta), z, self.dtype)
         return np.asarray(x, float), np.asarray(slope, float)
 
     def back(self, x: Points) -> Points:
         """z for each x."""
-        return np.asarray(frames.placed(self.structured, self.theta, jnp.asarray(x, self.dtype)), float)
+        return np.asarray(by_blocks(functools.partial(frames.placed, self.structured, self.theta), x, self.dtype), float)
 
 
 class Proposal(NamedTuple):

@@ -71,7 +71,7 @@ def fit(
     rounds: int | None = None,
     **options: Any,
 ) -> SiloFit:
-    """Fit a NumPyro model over silos: `simulate` with the method that suits the model, EP up to some tens of global latents.
+    """Fit a NumPyro model over silos: `simulate` with the method that suits the model, EP up to 120 global latents.
 
     Args:
         population: Samples what all silos share.

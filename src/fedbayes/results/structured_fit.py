@@ -31,7 +31,7 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, Tilted, mended, smoothed
+from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, Tilted, by_blocks, mended, smoothed
 from fedbayes.results.folder import AGAIN, SCHEMA, SHARED, Run, about, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures
@@ -383,7 +383,8 @@ def fit_silos(
 
 def global_numbers(structured: Structured, shared: variational.Shared, z: Float[np.ndarray, "s n"]) -> dict[str, np.ndarray]:
     """The numbers of Z_G by name, as the population's sites have them and, where these are constrained, on the real line."""
-    values = silo_programs.global_values(structured, shared.theta, jnp.asarray(z, shared.eta.mean.dtype))
+    of = functools.partial(silo_programs.global_values, structured, shared.theta)
+    values = by_blocks(of, z, shared.eta.mean.dtype)
     found, place = dict(numbers({name: values[name] for name in structured.global_names()}, LARGEST)), 0
     for latent in structured.global_latents():
         for offset in range(latent.width):

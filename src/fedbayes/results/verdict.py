@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fedbayes.primitives import gaussian
+from fedbayes.primitives.sampling import STUCK
 from fedbayes.results.correction import LEAST, MOST, Ask, Corrected, Density, Frame, Sampler, Tilted, mended, smoothed
 from fedbayes.results.mixtures import Points
 
@@ -202,11 +203,18 @@ def _training(case: Case) -> tuple[list[str], dict[str, Any]]:
     if health.get("converged") is False:
         moved = f", by {health['moved']:.2f} sd in the last rounds" if "moved" in health else ""
         reasons.append(f"q still moves{moved}")
-    if health.get("rhat", 1.0) > RHAT:
+    if stuck := _stuck(health):
+        reasons.append(f"the chains of silo {', '.join(map(repr, stuck))} do not move, so that its data is left out")
+    elif health.get("rhat", 1.0) > RHAT:
         reasons.append(f"chains in the silos disagree (r-hat {health['rhat']:.2f})")
     elif health.get("unmixed"):
         reasons.append(f"chains disagree in {health['unmixed']:.0f} of the silos (r-hat above {RHAT})")
     return reasons, checks
+
+
+def _stuck(health: Mapping[str, Any]) -> list[str]:
+    """Silos whose chains do not move, as far as silos are known here."""
+    return [name for name, one in health.get("silos", {}).items() if one.get("moving", 1.0) < STUCK]
 
 
 def _chains(case: Case) -> tuple[list[str], list[str]]:
@@ -282,6 +290,8 @@ def _unchecked(case: Case, why: str) -> dict[str, Any]:
 
 def _next(word: str, case: Case, taken: Corrected | None, *, tried: bool = False, local: str = GOOD) -> str:
     n = int(np.size(case.q.mean))
+    if stuck := _stuck(case.health):
+        return f"check that the log density of silo {stuck[0]!r} and its gradient are finite, and the scale of its data"
     if word == NOT_CONVERGED:
         return "fit for more rounds"
     if word == NOISE:

@@ -50,6 +50,8 @@ def assemble(arrays: Mapping[str, np.ndarray], template: Any, what: str, *, fini
         if array.shape != tuple(leaf.shape) or array.dtype != leaf.dtype:
             found, wanted = (f"{one.dtype}{list(one.shape)}" for one in (array, leaf))
             why = "it was written for another network or data set"
+            if array.shape == tuple(leaf.shape) and {array.dtype, leaf.dtype} == {np.dtype("float32"), np.dtype("float64")}:
+                why = "sites and server compute in one precision; set JAX_ENABLE_X64 to the same everywhere"
             raise UserError(f"{what}: {path} is {found} where {wanted} is expected; {why}")
         if finite and np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
             raise UserError(f"{what}: {path} holds numbers that are not finite")

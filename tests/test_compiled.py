@@ -1,0 +1,68 @@
+"""A second fit of the same shapes compiles nothing, whatever its seed is."""
+
+import contextlib
+
+import jax.monitoring
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import fedbayes as fb
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def compiled():
+    """The programs that are compiled meanwhile."""
+    found = []
+
+    def listener(name, *_, **__):
+        if name == EVENT:
+            found.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def population():
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    return numpyro.sample("effects", dist.Normal(0.0, scale).expand([2]).to_event(1))
+
+
+def silo(effects, data):
+    own = numpyro.sample("own", dist.Normal(0.0, 0.5))
+    numpyro.sample("y", dist.Normal(effects[data["group"]] + own, 1.0), obs=data["y"])
+
+
+def rows(count, seed):
+    random = np.random.default_rng(seed)
+    return {"y": random.normal(size=count).astype(np.float32), "group": (np.arange(count) % 2).astype(np.int32)}
+
+
+SILOS = {"a": rows(4, 0), "b": rows(6, 1), "c": rows(6, 2)}  # of different lengths, so that silos are padded
+METHODS = {
+    "EP": (fb.EP(population, silo, draws=20, most=40, chains=2), 2),  # fb.fit's method, and draws from its factors
+    "SFVI": (fb.SFVI(population, silo), 20),  # adaptive evidence rounds, more or fewer by the seed
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_later_fits_compile_nothing(method):
+    algorithm, rounds = METHODS[method]
+
+    def fit(seed, correct):
+        return fb.simulate(algorithm, SILOS, rounds, seed=seed, correct=correct)
+
+    with compiled() as first:
+        fit(0, False)
+        fit(0, True)
+    with compiled() as later:
+        fit(1, False)
+        fit(2, True)
+    assert first
+    assert not later
