@@ -28,8 +28,8 @@ TITLES = {
 }
 BEFORE = "before"
 """The label of the version before EP, whose figures have a table of their own."""
-CLOSE, OFF = (0.15, 1.15), (0.3, 1.3)
-"""How far the worst mean and the worst standard deviation may be from the judge's."""
+CLOSE, OFF = (0.15, 0.15), (0.3, 0.3)
+"""How far the worst mean, in standard deviations, and the worst standard deviation, as a share, may be from the judge's."""
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str], list[Row]]
@@ -106,7 +106,7 @@ def far(ratio: float) -> float:
 
 def within(mean: float | None, ratio: float | None, limits: tuple[float, float]) -> bool:
     """Whether both are within the limits; what a method does not give is not counted."""
-    return (mean is None or mean <= limits[0]) and (ratio is None or far(ratio) <= math.log(limits[1]))
+    return (mean is None or mean <= limits[0]) and (ratio is None or abs(ratio - 1) <= limits[1])
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -119,11 +119,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
     form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
-    sigma: float = setting(0.1, above=0, choose=(0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6))
+    sigma: float = setting(0.1, above=0, choose=(0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
-    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 0.01, 0.1, 1.0))
+    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 0.1, 1.0))
     """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
     draws: int = setting(10, least=1)
     """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""

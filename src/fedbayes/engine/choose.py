@@ -36,7 +36,7 @@ LIMITS = (10, 50)
 """Rows up to which the choice for the first size holds, and for the second."""
 LABELS = (f"up to {LIMITS[0]} rows", f"up to {LIMITS[1]} rows", "more rows")
 REPEATS = (4, 2, 1)
-"""How often each size is drawn anew."""
+"""How often each size is drawn anew; three quarters of the rows once."""
 QUERY = 5
 """Fewest rows that a client must have left to score."""
 MOST = 200
@@ -180,12 +180,12 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
         data = Data(*(leaf[chosen] for leaf in data))
         n = jnp.sum(data.mask)
 
-        def split(number: Int[Array, ""], size: Int[Array, ""]) -> tuple[Array, Array, Array]:
+        def split(number: Int[Array, ""], size: Int[Array, ""], room: int) -> tuple[Array, Array, Array]:
             for_rows, for_adapt, for_draws = jax.random.split(jax.random.fold_in(key, number), 3)
-            size = jnp.where(size > 0, size, 3 * n // 4)
-            place = jnp.argsort(shuffle(for_rows, data))
-            support = data._replace(mask=data.mask & (place < size))
-            query = data.mask & (place >= size) & (n >= size + QUERY)
+            order = shuffle(for_rows, data)
+            support = Data(*(leaf[order[:room]] for leaf in data))
+            support = support._replace(mask=support.mask & (jnp.arange(room) < size))
+            query = data.mask & (jnp.argsort(order) >= size) & (n >= size + QUERY)
 
             def log_score(value: Float[Array, " names"]) -> Float[Array, " n"]:
                 adapting = settled(self.trained, dict(zip(self.settings.names, value, strict=True)))
@@ -199,10 +199,14 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
             ahead = scores - scores[:1]
             return jnp.sum(scores, axis=1), jnp.sum(ahead**2, axis=1), jnp.sum(query).astype(jnp.float32)
 
-        sizes = np.repeat(np.arange(len(SIZES)), REPEATS)
-        given = jnp.arange(len(sizes)), jnp.asarray([SIZES[place] or 0 for place in sizes])
-        found = jax.lax.map(lambda one: split(*one), given)
-        return Up(*(jax.ops.segment_sum(part, sizes, len(SIZES)) for part in found)), local
+        # Few rows in arrays of few rows: a method that looks at all rows at once would else look at padding.
+        known = [size for size, repeats in zip(SIZES, REPEATS, strict=True) for _ in range(repeats) if size is not None]
+        given = jnp.arange(1, 1 + len(known)), jnp.asarray(known)
+        found = jax.lax.map(lambda one: split(one[0], one[1], min(max(known), count)), given)
+        many = split(jnp.int32(0), 3 * n // 4, count)
+        sizes = np.array([*(SIZES.index(size) for size in known), SIZES.index(None)])
+        every = (jnp.concatenate([part, last[None]]) for part, last in zip(found, many, strict=True))
+        return Up(*(jax.ops.segment_sum(part, sizes, len(SIZES)) for part in every)), local
 
     def server(self, key: PRNGKeyArray, server: Any, down: Any, up: Up) -> Any:
         """The sums as they are."""
