@@ -1,0 +1,185 @@
+"""Newcomers with 5, 20 and all rows: methods at their defaults, with the settings that the federation chooses.
+
+    FEDBAYES_DATA=<folder> python benchmarks/newcomers.py                                   # every cell that has not run yet
+    FEDBAYES_DATA=<folder> python benchmarks/newcomers.py --sets digits --methods fedavg fedpop --seeds 0 1 2
+    python benchmarks/newcomers.py --report                                                 # docs/results/newcomers.md
+
+A cell is a set, a method and a seed, which draws the clients, the rows and the start. All methods have the same network, rounds
+and cohorts. Each is scored on the test rows of clients that never trained, after `adapt` on 5, 20 or all of their training rows.
+"FedAvg" is the shared model, "FedAvg, fine-tuned" the same run after `adapt`. Figures are appended to benchmarks/newcomers.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+import fedbayes as fb
+from fedbayes.algorithms import find
+from fedbayes.data import Clients
+
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "newcomers.md"
+OUT = Path(__file__).with_suffix(".jsonl")
+MODES = {"5": "adapted:5", "20": "adapted:20", "all": "adapted"}
+METHODS = ("fedavg", "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
+
+
+@dataclasses.dataclass(frozen=True)
+class Set:
+    """A data set with clients that never train."""
+
+    title: str
+    load: Callable[[int], Clients]
+    rounds: int
+    network: str = "mlp"
+    cohort: int | None = None
+
+
+def spread_out(seed: int) -> Clients:
+    """60 clients, 20 of them new, with linear weights N(w, .5²) of their own and noise of sd .5."""
+    random = np.random.default_rng([7, seed])
+    clients, rows, features = 60, 80, 5
+    x = random.normal(size=(clients * rows, features)).astype(np.float32)
+    client = np.repeat(np.arange(clients), rows)
+    weights = random.normal(size=features) + WIDTH * random.normal(size=(clients, features))
+    y = np.sum(x * weights[client], axis=1) + 0.5 * random.normal(size=len(x))
+    return Clients.build(x, y.astype(np.float32), client, test=0.5, seed=seed, name="spread").hold_out(20, seed=seed)
+
+
+WIDTH = 0.5
+
+
+def adult(target: str, task: str) -> Callable[[int], Clients]:
+    """Adult by occupation, of which three are new."""
+
+    def load(seed: int) -> Clients:
+        import pandas as pd
+
+        path = Path(os.environ["FEDBAYES_DATA"]) / "adult" / "adult.csv.gz"
+        table = pd.read_csv(path)
+        table = table[table["occupation"] != "?"].sample(6000, random_state=seed)
+        columns = ["age", "education-num", "hours-per-week", "capital-gain", "capital-loss"]
+        x = table[[one for one in columns if one != target]].to_numpy(np.float32)
+        flags = [(table[name] == value).to_numpy(np.float32) for name, value in (("sex", "Male"), ("race", "White"))]
+        flags.append(table["marital-status"].str.startswith("Married").to_numpy(np.float32))
+        x = np.concatenate([np.sign(x) * np.log1p(np.abs(x)), np.stack(flags, axis=1)], axis=1)
+        y = (table[target].str.startswith(">")).to_numpy(np.int32) if task == "labels" else table[target].to_numpy(np.float32)
+        named = Clients.build(x, y, table["occupation"].to_numpy(), seed=seed, name="adult")
+        return named.hold_out(3, seed=seed).standardised()
+
+    return load
+
+
+SETS = {
+    "spread": Set("known spread between clients (numbers)", spread_out, 60, "linear"),
+    "digits": Set(
+        "digits, 3 labels a client",
+        lambda seed: fb.data.load("digits", partition="labels:3", clients=20, hold_out=4, seed=seed),
+        60,
+    ),
+    "heart": Set("heart disease, 4 hospitals", lambda seed: fb.data.load("heart_disease_uci", hold_out=1, seed=seed), 60),
+    "adult": Set("Adult by occupation, income", adult("income", "labels"), 60),
+    "hours": Set("Adult by occupation, hours (numbers)", adult("hours-per-week", "numbers"), 60),
+    "chars": Set("handwritten characters, 55 writers", lambda seed: fb.data.load("chars74k_hnd", hold_out=10, seed=seed), 100),
+    "fashion": Set(
+        "Fashion-MNIST, 5 shards", lambda seed: fb.data.load("fashion_mnist", hold_out=20, seed=seed), 100, cohort=20
+    ),
+}
+
+
+def cell(name: str, method: str, seed: int) -> dict[str, Any]:
+    """Train a method once and score newcomers."""
+    of = SETS[name]
+    clients = of.load(seed)
+    algorithm = find(method, "clients")(fb.network(of.network, clients))
+    if of.network == "linear" and method in ("fedper", "bpfed"):  # nothing else is left to share
+        algorithm = dataclasses.replace(algorithm, personal=("head/bias",))
+    began = time.perf_counter()
+    modes = ("global", *MODES.values())
+    fit = fb.simulate(algorithm, clients, of.rounds, seed=seed, cohort=of.cohort, modes=modes)
+    seconds, summary = time.perf_counter() - began, fit.evaluation.summary()
+    metrics = ("accuracy", "rmse", "log_score", "ece", "calibration_error")
+    found = {
+        mode: {metric: groups["unseen"][metric]["rows"] for metric in metrics if metric in groups["unseen"]}
+        for mode, groups in summary.items()
+    }
+    chosen = [list(one["settings"].values()) for one in fit.result.get("choice", {}).values()]
+    return {"set": name, "method": method, "seed": seed, "seconds": round(seconds, 1), "unseen": found, "chosen": chosen}
+
+
+def rows() -> dict[tuple[str, str, int], dict[str, Any]]:
+    """The last figures of each cell."""
+    lines = [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.exists() else []
+    return {(one["set"], one["method"], one["seed"]): one for one in lines}
+
+
+def report() -> int:
+    """The table of log scores, as differences from fine-tuned FedAvg over the same seeds."""
+    known = rows()
+    lines = [
+        "| | rows | FedAvg | FedAvg, fine-tuned | " + " | ".join(METHODS[1:]) + " | seeds |",
+        "|---" * (len(METHODS) + 4) + "|",
+    ]
+    for name, of in SETS.items():
+        seeds = sorted(seed for data, method, seed in known if data == name and method == "fedavg")
+        for label, mode in MODES.items() if seeds else ():
+            base = {seed: known[name, "fedavg", seed]["unseen"] for seed in seeds}
+            tuned = [base[seed][mode]["log_score"] for seed in seeds]
+            cells = [common.spread([base[seed]["global"]["log_score"] for seed in seeds], 3), common.spread(tuned, 3)]
+            for method in METHODS[1:]:
+                pairs = [(known.get((name, method, seed)), base[seed]) for seed in seeds]
+                gaps = [one["unseen"][mode]["log_score"] - other[mode]["log_score"] for one, other in pairs if one]
+                cells.append(gap(gaps))
+            lines.append(f"| {of.title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
+    common.put(PAGE, "log score", "\n".join(lines))
+    return 0
+
+
+def gap(values: list[float]) -> str:
+    """A mean difference and its standard error over seeds; bold where it is ahead by more than that."""
+    if not values:
+        return common.MISSING
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return f"{mean:+.3f}"
+    error = statistics.stdev(values) / len(values) ** 0.5
+    text = f"{mean:+.3f} ± {error:.3f}"
+    return f"**{text}**" if mean > error else text
+
+
+def main() -> int:
+    """Run cells, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--again", action="store_true", help="run cells that have figures too")
+    parser.add_argument("--report", action="store_true", help="write docs/results/newcomers.md")
+    options = parser.parse_args()
+    if options.report:
+        return report()
+    for seed in options.seeds:
+        for name in options.sets:
+            for method in options.methods:
+                if (name, method, seed) in rows() and not options.again:
+                    continue
+                found = cell(name, method, seed)
+                with OUT.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                scores = {mode: round(one["log_score"], 3) for mode, one in found["unseen"].items()}
+                print(f"{name:10}{method:16}seed {seed}  {found['seconds']:6.1f} s  {scores}  {found['chosen']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    common.command(main)
