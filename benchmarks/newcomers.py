@@ -4,9 +4,10 @@
     FEDBAYES_DATA=<folder> python benchmarks/newcomers.py --sets digits --methods fedavg fedpop --seeds 0 1 2
     python benchmarks/newcomers.py --report                                                 # docs/results/newcomers.md
 
-A cell is a set, a method and a seed, which draws the clients, the rows and the start. All methods have the same network, rounds
-and cohorts. Each is scored on the test rows of clients that never trained, after `adapt` on 5, 20 or all of their training rows.
-"FedAvg" is the shared model, "FedAvg, fine-tuned" the same run after `adapt`. Figures are appended to benchmarks/newcomers.jsonl.
+A cell is a set, a method and a seed, which draws the clients, the rows and the start. All methods have the same network,
+rounds and cohorts. Each is scored on the test rows of clients that never trained, after `adapt` on 5, 20 or all of their
+training rows. "FedAvg" is the shared model, "FedAvg, fine-tuned" the same run after `adapt`. Figures are appended to
+benchmarks/newcomers.jsonl.
 """
 
 from __future__ import annotations
