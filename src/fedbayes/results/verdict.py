@@ -41,6 +41,8 @@ TAKEN = 400
 """Effective draws from which on weighted draws take q's place: with fewer, the tails of many latents are a few points."""
 NOISY = 0.2
 """Monte Carlo noise, in standard deviations, that is warned of."""
+JAGGED = 1.0
+"""How far weights by either half of the silos' draws may differ, in units of their mean, before they say too little."""
 OWN = 0.05
 """The share of silos' own latents that may be off by .3 standard deviations or 30 % before it is said."""
 RHAT, SKEW, KURTOSIS, DIVERGENT = 1.1, 1.0, 3.0, 0.01
@@ -124,12 +126,15 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         one, other = (moments(values, half) for half in reference.halves)
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
-    return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"])))}
+    one, other = reference.halves
+    jagged = float(np.std(one - other) * len(one)) if len(one) else 0.0
+    return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"]))), "jagged": jagged}
 
 
 def _blurred(apart: dict[str, Any]) -> bool:
     """Whether the silos' Monte Carlo error hides how far q is off: then weighted draws are no better than q's."""
-    return apart["noise"] > NOISY or (apart["noise"] > ASK and apart["error"] < 2 * apart["noise"])
+    noise = apart["noise"]
+    return noise > NOISY or apart["jagged"] > JAGGED or (noise > ASK and apart["error"] < 2 * noise)
 
 
 def _bounded(of_q: np.ndarray, values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[np.ndarray, np.ndarray]:
@@ -243,12 +248,11 @@ def _verdict(
     reasons: list[str] = []
     large = apart["shift"] > SHIFT or max(apart["ratio"], 1 / apart["ratio"]) > RATIO
     differs = _differs(apart) if apart["error"] > ASK and reference.reliable else []
-    jagged = float(np.std(reference.halves[0] - reference.halves[1]) * len(reference.z)) if len(reference.z) else 0.0
-    checks["jagged"] = number(jagged)
     if _blurred(apart) and reference.reliable:
         told = case.samples and taken is None and not (unfinished or noisy or shape)  # chains are fine and stand for themselves
         word = GOOD if told else NOISE
-        reasons = [f"the silos' evidence has a Monte Carlo error that moves a number by {apart['noise']:.2f} sd"]
+        moved = f"that moves a number by {apart['noise']:.2f} sd and weights by {apart['jagged']:.1f} times their mean"
+        reasons = [f"the silos' evidence has a Monte Carlo error {moved}"]
     elif taken is not None or (reference.reliable and not large):
         word, reasons = GOOD, differs
     elif reference.reliable:
