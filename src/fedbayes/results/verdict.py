@@ -126,8 +126,8 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         one, other = (moments(values, half) for half in reference.halves)
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
-    one, other = reference.halves
-    jagged = float(np.std(one - other) * len(one)) if len(one) else 0.0
+    first, second = reference.halves
+    jagged = float(np.std(first - second) * len(first)) if len(first) else 0.0
     return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"]))), "jagged": jagged}
 
 
