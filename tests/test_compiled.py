@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import fedbayes as fb
+from fedbayes.engine.silo_data import read
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -51,7 +52,17 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_silos_are_read_again_without_compiling():
+    algorithm = METHODS["EP"][0]
+    with compiled() as first:
+        read(SILOS, algorithm)
+    with compiled() as later:
+        read(SILOS, algorithm)
+    assert first
+    assert not later
+
+
+@pytest.mark.parametrize("method", [pytest.param("EP", marks=pytest.mark.slow), "SFVI"])
 def test_later_fits_compile_nothing(method):
     algorithm, rounds = METHODS[method]
 
