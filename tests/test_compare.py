@@ -217,7 +217,7 @@ def test_one_data_set_needs_no_name():
 
 
 BAD = {
-    "near key": ("rounds = 3", "round = 3", "there is no key 'round'; did you mean rounds.* there is baseline, cohort"),
+    "near key": ("rounds = 3", "round = 3", "there is no key 'round'; did you mean rounds.* there is baseline, choose, cohort"),
     "far key": ("rounds = 3", "xyzzy = 3", "there is no key 'xyzzy'; there is baseline"),
     "key of data": ("hold_out", "holdout", "there is no key 'data.labels.holdout'; did you mean hold_out"),
     "kind of data": ("hold_out = 2", "hold_out = 2.5", "data.labels.hold_out is 2.5, but it is a whole number"),

@@ -337,7 +337,7 @@ def test_knn_is_that_of_scikit_learn(digits, k, scale):
 @pytest.mark.parametrize("choose", ["likelihood", "accuracy"])
 def test_knn_share_is_the_best_of_the_grid_on_held_out_rows(digits, choose):
     model, data, _ = digits
-    algorithm = KNNPer(model, k=2, scale=0.5, choose=choose, fold=4)
+    algorithm = KNNPer(model, k=2, scale=0.5, criterion=choose, fold=4)
     down, local = remembered(algorithm, data)
     order = np.asarray(shuffle(KEY, data))[:83]
     held, others = order[:21], order[21:]
@@ -433,7 +433,7 @@ def test_knn_of_one_logit_is_that_of_two_labels(clients):
             lambda model: KNNPer(model, share=1.5),
             "share is 1.5, but it is the share of the neighbours and must be at least 0",
         ),
-        (lambda model: KNNPer(model, choose="brier"), "choose is 'brier', but it is likelihood or accuracy"),
+        (lambda model: KNNPer(model, criterion="brier"), "criterion is 'brier', but it is likelihood or accuracy"),
         (
             lambda model: KNNPer(mlp((4,), Normal())).init_server(KEY),
             r"kNN-Per counts labels of neighbours, but the model has Normal\(scale=1.0\); use Categorical or Bernoulli",

@@ -73,7 +73,7 @@ class KNNPer(Averaging[Local]):
     """The distance at which a neighbour counts 1/e."""
     share: float | None = setting(None, least=0, most=1, which="is the share of the neighbours")
     """λ of every client; by default each chooses its own."""
-    choose: Literal["likelihood", "accuracy"] = setting("likelihood", "accuracy")
+    criterion: Literal["likelihood", "accuracy"] = setting("likelihood", "accuracy")
     """What is best on the held-out rows."""
     fold: int = setting(5, least=2)
     """One row in so many is held out for the choice."""
@@ -123,7 +123,7 @@ class KNNPer(Averaging[Local]):
         def merit(share: Float[Array, ""]) -> Float[Array, ""]:
             log_p = _mixture(share, log_kNN, log_w)
             hits = (jnp.argmax(log_p, axis=1, keepdims=True) == y).astype(jnp.float32)
-            each = jnp.take_along_axis(log_p, y, axis=1) if self.choose == "likelihood" else hits
+            each = jnp.take_along_axis(log_p, y, axis=1) if self.criterion == "likelihood" else hits
             return masked_mean(each[:, 0], place[:most] < held)
 
         best = jnp.asarray(GRID)[jnp.argmax(jax.lax.map(merit, jnp.asarray(GRID)))]

@@ -131,6 +131,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, algorithm: AnyNetwork, seed: int, participants: np.ndarray, rounds: int) -> Plan | None:
         """The plan of a run; None for a short run, a single client, or a method that declares no candidates."""
+        seed = steps.checked_seed(seed)
         if rounds < LEAST or len(participants) < 2 or not candidates(algorithm).names:
             return None
         count = min(NEWCOMERS, max(1, round(SHARE * len(participants))))
