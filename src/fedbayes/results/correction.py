@@ -45,6 +45,8 @@ EQUAL = 1e-3
 """A range of log weights below which they are equal: a tail fitted to what is left of rounding says nothing."""
 LEAST = 100
 """Effective draws below which weighted draws are not believed."""
+TAKEN = 400
+"""Effective draws from which on they take q's place: with fewer, the tails of many latents are a few points."""
 TRUSTED = 0.7
 """k̂ up to which weights are believed."""
 MIXED = 1.05
@@ -78,6 +80,11 @@ class Corrected:
     def reliable(self) -> bool:
         """Whether the weights can be believed."""
         return self.khat <= TRUSTED and self.ess >= LEAST
+
+    @property
+    def enough(self) -> bool:
+        """Whether they can take q's place."""
+        return self.reliable and self.ess >= TAKEN
 
     def resampled(self, count: int, seed: int = 0) -> Points:
         """Draws of equal weight, by systematic resampling, in random order."""
@@ -382,6 +389,6 @@ def corrected(sampler: Sampler, rounds: int = ROUNDS, least: int = 1) -> Correct
 
 def mended(sampler: Sampler, draws: Callable[[], Tilted] | None, rounds: int = ROUNDS) -> Corrected | None:
     """Weighted draws from the silos' factors, if they can be believed, and else by adaptive rounds, if latents are few."""
-    if draws is not None and (found := draws()).mixed and (by_factors := sampler.from_factors(found)).reliable:
+    if draws is not None and (found := draws()).mixed and (by_factors := sampler.from_factors(found)).enough:
         return by_factors
     return corrected(sampler, rounds, least=min(2, rounds)) if np.size(sampler.q.mean) <= MOST else None

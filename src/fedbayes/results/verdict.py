@@ -37,8 +37,6 @@ SHIFT, RATIO = 0.25, 1.25
 """A mean that is off by more standard deviations, or a standard deviation by more than this factor, is warned of."""
 ASK = 0.1
 """An error, in either, from which on a correction is worth its rounds."""
-TAKEN = 400
-"""Effective draws from which on weighted draws take q's place: with fewer, the tails of many latents are a few points."""
 NOISY = 0.2
 """Monte Carlo noise, in standard deviations, that is warned of."""
 JAGGED = 1.0
@@ -100,7 +98,7 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
         apart = compared(case, sampler, found)
         checks["reference"] = _described(found)
     checks |= {name: value for name, value in apart.items() if name != "error"}
-    usable = found.reliable and (correct is True or (found.ess >= TAKEN and not _blurred(apart)))
+    usable = found.reliable if correct is True else found.enough and not _blurred(apart)
     taken = found if better is not None and usable else None
     return Assessed(_verdict(case, checks, apart, found, taken, tried=wanted), taken)
 
