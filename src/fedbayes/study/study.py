@@ -206,7 +206,7 @@ def parse(content: Mapping[str, Any]) -> Study:
     (['fedavg-0', 'fedavg-1'], ('train.lr=0.1',))
     >>> parse({"round": 5})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    fedbayes.errors.UserError: there is no key 'round'; did you mean rounds or dropout? there is baseline, cohort, data, ...
+    fedbayes.errors.UserError: there is no key 'round'; did you mean rounds or dropout? there is baseline, choose, cohort, ...
     """
     file: _File = _fields(_File, "", content)
     common = _settings("set", file.set)
