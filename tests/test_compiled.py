@@ -2,14 +2,17 @@
 
 import contextlib
 
+import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
 
 import fedbayes as fb
-from fedbayes.engine.silo_data import read
+from fedbayes.algorithms.evidence import Evidence
+from fedbayes.engine.silo_data import plan, read
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -77,3 +80,26 @@ def test_later_fits_compile_nothing(method):
         fit(2, True)
     assert first
     assert not later
+
+
+def correlated(effects, data):
+    with numpyro.plate("units", len(data["y"])):
+        pair = numpyro.sample("pair", dist.Normal(effects, 1.0).to_event(1))
+        numpyro.sample("y", dist.Normal(pair.sum(axis=-1), 1.0), obs=data["y"])
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["training", "evidence"])
+@pytest.mark.parametrize("method", [fb.EP, fb.PVI, fb.SFVI, fb.SFVIAvg])
+def test_silos_side_by_side_call_no_lapack(method, asked):
+    """Two batched calls in a pool of two threads wait for each other for ever (`primitives/small.py`)."""
+    data = {"y": jnp.zeros(4)}
+    algorithm = plan(method(population, correlated), {"a": data, "b": data}, 3)
+    algorithm = Evidence(algorithm) if asked else algorithm
+    key = jax.random.key(0)
+    local, down = algorithm.init_local(key, data), algorithm.broadcast(key, algorithm.init_server(key))
+
+    def clients(keys, locals):
+        return jax.vmap(lambda key, local: algorithm.client(key, down, local, data))(keys, locals)
+
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), local)
+    assert "lapack" not in jax.jit(clients).lower(jax.random.split(key), stacked).as_text()

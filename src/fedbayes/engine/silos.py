@@ -236,7 +236,7 @@ def _stretch(
             rows = jnp.arange(len(places)) if picks is None else picks[number]
             everyone = picks is None or len(places) == 1
             chosen = (own, content) if everyone else jax.tree.map(lambda leaf, rows=rows: leaf[rows], (own, content))
-            if algorithm.samples and partial is not None:
+            if partial is not None:
                 # One group after the other: a model's own factorisations, side by side, can wait for each other (`small.py`).
                 chosen, partial = jax.lax.optimization_barrier((chosen, partial))
 

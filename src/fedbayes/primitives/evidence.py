@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.primitives import gaussian
+from fedbayes.primitives import gaussian, small
 from fedbayes.primitives.variational import Locals, Shared, Silo, parents
 
 DEGREES = 8
@@ -149,8 +148,8 @@ class _Family:
         """q itself in place of a Laplace approximation, for blocks that are too wide for one."""
         found = {}
         for name, mean in self.mean.items():
-            inverse = jnp.linalg.inv(jnp.moveaxis(self.root(name), 0, -1))
-            found[name] = _Proposal(mean, jnp.linalg.cholesky(inverse.mT @ inverse), None)
+            inverse = jax.vmap(small.inverse_root)(jnp.moveaxis(self.root(name), 0, -1))
+            found[name] = _Proposal(mean, jax.vmap(small.cholesky)(inverse.mT @ inverse), None)
         return found
 
 
@@ -223,7 +222,7 @@ def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]
 
     def factored(name: str, matrix: Array) -> Array:
         """The Cholesky factor of a precision; where there is none, that of q, without correlations."""
-        root = jnp.sqrt(matrix) if matrix.shape[-1] == 1 else jnp.linalg.cholesky((matrix + matrix.mT) / 2)
+        root = jnp.sqrt(matrix) if matrix.shape[-1] == 1 else jax.vmap(small.cholesky)((matrix + matrix.mT) / 2)
         fine = (
             jnp.isfinite(root).all(axis=(1, 2), keepdims=True)
             & (jnp.diagonal(root, axis1=1, axis2=2) > 0).all(axis=1)[:, None, None]
@@ -271,7 +270,7 @@ def _reduced(factored: Any, within: Any, cross: Any, roots: Any) -> tuple[Any, d
 
 
 def _cho_solve(root: Array, right: Array) -> Array:
-    return right / root**2 if root.shape[-1] == 1 else jax.scipy.linalg.cho_solve((root, True), right)
+    return right / root**2 if root.shape[-1] == 1 else small.solve_upper(root.T, small.solve_lower(root, right))
 
 
 def _solve(root: Array, right: Array) -> Array:
@@ -394,7 +393,7 @@ def _back(root: Float[Array, "blocks d d"], noise: Float[Array, "blocks d"]) -> 
     """Noise with the covariance whose inverse has this Cholesky factor."""
     if root.shape[-1] == 1:
         return noise / root[..., 0]
-    return jax.scipy.linalg.solve_triangular(root, noise[..., None], lower=True, trans=1)[..., 0]
+    return jax.vmap(lambda root, noise: small.solve_upper(root.T, noise))(root, noise)
 
 
 def _total(terms: dict[str, Array]) -> Float[Array, ""]:

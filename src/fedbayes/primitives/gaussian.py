@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import trees
+from fedbayes.primitives import small
 
 STEPS = 50
 """Of the barycentre's fixed point; it gains a digit or so in each."""
@@ -79,7 +79,7 @@ def log_global(q: Global, z: Float[Array, " n"]) -> Float[Array, ""]:
     """log q(Z_G)."""
     noise = (z - q.mean) * jnp.exp(-q.log_scale)
     if q.lower is not None:
-        noise = jax.scipy.linalg.solve_triangular(_unit(q.lower), noise, lower=True, unit_diagonal=True)
+        noise = small.solve_lower(_unit(q.lower), noise)
     return -0.5 * jnp.sum(noise**2) - jnp.sum(q.log_scale) - z.size * math.log(2 * math.pi) / 2
 
 
@@ -95,7 +95,7 @@ def log_local(q: Local, z: Float[Array, "blocks d"], offset: Float[Array, " n"])
     mean, log_scale = _conditional(q, offset)
     noise = (z - mean) * jnp.exp(-log_scale)
     if q.lower is not None:
-        noise = jax.scipy.linalg.solve_triangular(_unit(q.lower), noise[..., None], lower=True, unit_diagonal=True)[..., 0]
+        noise = jax.vmap(small.solve_lower)(_unit(q.lower), noise)
     return -0.5 * jnp.sum(noise**2, axis=1) - jnp.sum(log_scale, axis=1) - z.shape[1] * math.log(2 * math.pi) / 2
 
 
@@ -124,14 +124,14 @@ class Natural(NamedTuple):
 
 def natural(q: Global) -> Natural:
     """q(Z_G) in natural parameters."""
-    inverse = jax.scipy.linalg.solve_triangular(root(q), jnp.eye(q.mean.size), lower=True)
+    inverse = small.inverse_root(root(q))
     precision = inverse.T @ inverse
     return Natural(precision @ q.mean, precision)
 
 
 def from_moments(mean: Float[Array, " n"], covariance: Float[Array, "n n"]) -> Global:
     """N(mean, covariance), with a full covariance."""
-    return from_root(mean, jnp.linalg.cholesky(covariance))
+    return from_root(mean, small.cholesky(covariance))
 
 
 def from_root(mean: Float[Array, " n"], root: Float[Array, "n n"]) -> Global:
@@ -142,9 +142,7 @@ def from_root(mean: Float[Array, " n"], root: Float[Array, "n n"]) -> Global:
 
 def from_natural(factor: Natural) -> Global:
     """The Gaussian with these natural parameters; not finite where the precision is not positive."""
-    root = jnp.linalg.cholesky(factor.precision)
-    inverse = jax.scipy.linalg.solve_triangular(root, jnp.eye(factor.shift.size), lower=True)
-    covariance = inverse.T @ inverse
+    covariance = small.inverse(factor.precision)
     return from_moments(covariance @ factor.shift, covariance)
 
 

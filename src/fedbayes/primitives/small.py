@@ -6,9 +6,14 @@ silos that are sampled together, can wait for each other for ever; these cannot,
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+UNROLLED = 4
+"""Rows up to which a loop is written out."""
 
 
 def cholesky(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -42,13 +47,26 @@ def semidefinite_root(matrix: Float[Array, "n n"]) -> Float[Array, "n n"]:
     return jax.lax.fori_loop(0, len(matrix), column, jnp.zeros_like(matrix))
 
 
-def solve_lower(root: Float[Array, "n n"], right: Float[Array, n * m]) -> Float[Array, n * m]:
-    """L⁻¹ b of a lower triangular L."""
+def solve_lower(root: Float[Array, "n n"], right: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    """L⁻¹ b of a lower triangular L.
 
-    def row(i: Array, found: Array) -> Array:
+    >>> solve_lower(jnp.array([[2.0, 0.0], [1.0, 4.0]]), jnp.array([2.0, 9.0])).tolist()
+    [1.0, 2.0]
+    """
+
+    def row(i: Any, found: Array) -> Array:
         return found.at[i].set((right[i] - jnp.tensordot(root[i], found, 1)) / root[i, i])
 
-    return jax.lax.fori_loop(0, len(root), row, jnp.zeros_like(right))
+    return jax.lax.fori_loop(0, len(root), row, jnp.zeros_like(right), unroll=len(root) <= UNROLLED)
+
+
+def solve_upper(root: Float[Array, "n n"], right: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    """U⁻¹ b of an upper triangular U.
+
+    >>> solve_upper(jnp.array([[2.0, 1.0], [0.0, 4.0]]), jnp.array([4.0, 8.0])).tolist()
+    [1.0, 2.0]
+    """
+    return solve_lower(root[::-1, ::-1], right[::-1])[::-1]
 
 
 def inverse_root(root: Float[Array, "n n"]) -> Float[Array, "n n"]:
