@@ -108,7 +108,7 @@ def test_the_best_is_taken_where_it_is_ahead_by_its_error(algorithm):
     found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])))
     np.testing.assert_allclose(found.gain, [0.125, 0.25, 0.5])
     np.testing.assert_allclose(
-        found.error, [np.sqrt((0.25 - 0.125**2) / 100), np.sqrt((0.5 - 0.0625) / 100), np.sqrt(0.75 / 100)]
+        found.error, [np.sqrt((0.25 - 0.125**2) * 4 / 400), np.sqrt((0.5 - 0.0625) * 4 / 200), np.sqrt(0.75 * 4 / 100)]
     )
     assert (found.choice.values == np.float32(candidates(algorithm).values[4])).all()
     noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])))

@@ -10,6 +10,7 @@
     adapt:   ẑ = argmax Σ log p(y | x, φ, z) − Σ (z − μ)² / 2σ²V  by Newton,   draws of z from N(ẑ, T H⁻¹)
              H = JᵀWJ + diag(1/σ²V), J = ∂outputs/∂z, W the Fisher information of a row's outputs
 
+Where the noise of a number is learnt, φ's has absorbed how clients differ; under a head of its own a client has c times that.
 H is not approximated further: with a dense head and a normal likelihood of known scale the posterior at T = 1 is exact. V is 1
 for all weights (spread="one"), or one number for each feature: the variance of the ẑ_i, averaged over the outputs, relative to
 its mean over all weights, shrunk towards 1 as `PSEUDO` clients would and damped by `prior_step`. So σ is the root mean square
@@ -48,6 +49,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.errors import UserError
+from fedbayes.models import Normal
 from fedbayes.primitives import laplace
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.training import Training, descend, drawn, fit, in_blocks, mean_loss, rows
@@ -67,10 +69,11 @@ class Server(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Draws of the client's head, and whether there are any; with Laplace's form nothing before `adapt`."""
+    """Draws of the client's head, and whether there are any; with Laplace's form nothing before `adapt`, and then c too."""
 
     z: Params | None
     own: Bool[Array, ""] | None
+    noise: Float[Array, ""] | None = None
 
 
 class Down(NamedTuple):
@@ -125,6 +128,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
     temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 0.1, 1.0))
     """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
+    noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
+    """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int = setting(10, least=1)
     """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""
     prior_step: float = setting(0.1, least=0, most=1)
@@ -196,19 +201,31 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.form == "langevin":
             return Local(self.langevin(key, down, local, data, self.adapt_steps), jnp.bool_(True))
         head = self.head(down, data)
-        return Local(laplace.draws(key, head, laplace.mode(head), self.draws, self.temperature), jnp.bool_(True))
+        z = laplace.draws(key, head, laplace.mode(head), self.draws, self.temperature)
+        return Local(z, jnp.bool_(True), jnp.asarray(self.noise, jnp.float32) if self._noisy else None)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """The client's draws of its head; where it has none μ, or with Langevin steps draws from the population."""
         if local.z is None:
             return self.model.apply(trees.merge(down.phi, down.mu), x)[None]
         heads = local.z if self.form == "laplace" else self._langevin_heads(key, down, local)
-        return jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
+        outputs = jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
+        return outputs if local.noise is None else _quieter(outputs, local.noise)
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """σ and T of Laplace's form."""
-        return super().choices if self.form == "laplace" else {}
+        """σ and T of Laplace's form; for numbers σ, c, and T of 0 or 1."""
+        if self.form != "laplace":
+            return {}
+        found = super().choices
+        if not self._noisy:
+            return {name: grid for name, grid in found.items() if name != "noise"}
+        return {**found, "temperature": (0.0, 0.0, 1.0)}
+
+    @property
+    def _noisy(self) -> bool:
+        """True where the network gives the noise of a number."""
+        return self.model.likelihood == Normal(scale=None)
 
     def head(self, down: Down, data: Data) -> laplace.Head:
         """The client's rows as a function of its head, and the population prior."""
@@ -221,7 +238,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         variance = jax.tree.map(lambda v: jnp.square(self.sigma) * v, relative)
 
         def outputs(z: Params) -> Float[Array, "n k"]:
-            return readout(trees.merge(down.phi, z), x)
+            found = readout(trees.merge(down.phi, z), x)
+            return _quieter(found, self.noise) if self._noisy else found
 
         return laplace.Head(outputs, self.model.likelihood, y, data.mask, down.mu, variance)
 
@@ -296,6 +314,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
         kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.keep, *leaf.shape)), start)
         return jax.lax.fori_loop(0, steps, step, (start, kept))[1]
+
+
+def _quieter(outputs: Float[Array, "*s n 2"], c: Any) -> Float[Array, "*s n 2"]:
+    """Outputs with c times the noise."""
+    return outputs.at[..., 1].add(jnp.log(c))
 
 
 def _by_feature(leaf: Array) -> Array:

@@ -35,8 +35,8 @@ SIZES = (5, 20, None)
 LIMITS = (10, 50)
 """Rows up to which the choice for the first size holds, and for the second."""
 LABELS = (f"up to {LIMITS[0]} rows", f"up to {LIMITS[1]} rows", "more rows")
-REPEATS = (4, 2, 1)
-"""How often each size is drawn anew; three quarters of the rows once."""
+REPEATS = (4, 4, 4)
+"""How often the rows of each size are drawn anew."""
 QUERY = 5
 """Fewest rows that a client must have left to score."""
 MOST = 200
@@ -204,9 +204,10 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
         known = [size for size, repeats in zip(SIZES, REPEATS, strict=True) for _ in range(repeats) if size is not None]
         given = jnp.arange(1, 1 + len(known)), jnp.asarray(known)
         found = jax.lax.map(lambda one: split(one[0], one[1], min(max(known), count)), given)
-        many = split(jnp.int32(0), 3 * n // 4, count)
-        sizes = np.array([*(SIZES.index(size) for size in known), SIZES.index(None)])
-        every = (jnp.concatenate([part, last[None]]) for part, last in zip(found, many, strict=True))
+        more = 1 + len(known) + jnp.arange(REPEATS[SIZES.index(None)])
+        many = jax.lax.map(lambda number: split(number, 3 * n // 4, count), more)
+        sizes = np.array([*(SIZES.index(size) for size in known), *[SIZES.index(None)] * len(more)])
+        every = (jnp.concatenate(both) for both in zip(found, many, strict=True))
         return Up(*(jax.ops.segment_sum(part, sizes, len(SIZES)) for part in every)), local
 
     def server(self, key: PRNGKeyArray, server: Any, down: Any, up: Up) -> Any:
