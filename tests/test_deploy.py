@@ -118,6 +118,19 @@ def test_without_a_sites_evidence_the_verdict_says_so(tmp_path):
     assert "site 0: y depends on latents of several elements of plate 'units' at once" in verdict["reasons"][-1]
 
 
+def test_a_site_that_is_away_at_the_end_is_told_in_the_verdict(tmp_path):
+    data = partition(6, 6)
+    algorithm = plan(fb.PVI(population, silo, steps=3), data, 2)
+    coordinator, post = deployment(algorithm, [SiteData(one) for one in data.values()], tmp_path, 2, patience=0.1)
+    coordinator.step(post)
+    coordinator.step(post)
+    post.faults = {1: "away"}
+    result = coordinator.finish(post)
+    assert result["sites"] == [0]
+    assert result["verdict"]["verdict"] == "not checked"
+    assert "sites 1 cannot be reached" in result["verdict"]["reasons"][-1]
+
+
 def fedper(model):
     return fb.FedPer(model, train=Training(epochs=2, batch=8, lr=0.1))
 
