@@ -20,6 +20,7 @@ class Direct:
 
     def ask(self, request, patience):
         for number, facts in request.facts.items():
+            assert self.faults.get(number) != "away", "nobody can ask a site that is away"
             site = self.places[number]
             down = wire.assemble(request.arrays, site.experiment.received(request.kind), "the broadcast")
             self.seen.append(request.arrays)
@@ -35,8 +36,11 @@ class Direct:
             arrays = {path: np.asarray(leaf) for path, leaf in trees.named(answer).items()}
             reply = Reply(number, {"round": facts["round"], "run": facts["run"]}, dict(arrays))
             self.seen.append(arrays)
-            fault = self.faults.get((number, facts["round"])) or self.faults.get(number)
-            yield from spoilt(reply, fault) if request.kind == "round" else [reply]
+            if request.kind == "round":
+                fault = self.faults.get((number, facts["round"])) or self.faults.get(number)
+            else:
+                fault = self.faults.get((number, request.kind))
+            yield from spoilt(reply, fault)
 
 
 def spoilt(reply, fault):
@@ -51,6 +55,8 @@ def spoilt(reply, fault):
         "dtype": {first: array.astype(np.float64)},
         "extra": {"secret": np.ones(3, np.float32)},
         "heavy": {"weight": np.float32(1e30)},
+        "huge": {first: np.full_like(array, np.finfo(array.dtype).max)},
+        "unrows": {"rows": -reply.arrays.get("rows", np.float32(0))},
         "norm": {path: 100 * value for path, value in reply.arrays.items() if path != "weight"},
     }
     if fault in ("lost", "late", "killed"):

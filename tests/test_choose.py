@@ -1,6 +1,9 @@
 """Settings of `adapt` that a federation chooses: by newcomers' scores, the same everywhere, kept with the run."""
 
 import dataclasses
+import importlib.util
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from fedbayes import wire
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.data import Clients
+from fedbayes.deploy.coordinator import Coordinator
 from fedbayes.engine import choose
 from fedbayes.engine.choose import Choice, Choosing, Plan, Up, candidates, decided
 from fedbayes.errors import UserError
@@ -152,6 +156,119 @@ def test_loop_and_coordinator_choose_as_the_simulator(algorithm, network, tmp_pa
     x, y = clients.rows("2")
     mine, theirs = (one.adapt(x, y).predict(x) for one in (fit.newcomer, post.places[2].posterior()))
     np.testing.assert_allclose(mine.shape, theirs.shape)
+
+
+def chosen_by(parts, folder, faults=None, away=()):
+    """A coordinator after a run over sites of which some are away, or answer badly, in the choosing round."""
+    algorithm = FedAvg(linear((4,), Categorical(3)), train=Training(lr=0.3))
+    coordinator, post = deployment(algorithm, parts, folder, rounds=ROUNDS, faults=faults, patience=0.2)
+    for _ in range(coordinator.experiment.plan.until - 1):
+        coordinator.step(post)
+    post.faults = {**post.faults, **dict.fromkeys(away, "away")}
+    coordinator.step(post)
+    post.faults = {}
+    return coordinator, post
+
+
+@pytest.fixture(scope="module")
+def ten():
+    return parts_of(people(own=3.0, clients=10, hold_out=0))
+
+
+FEW = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("error", "extra", "lost")]
+
+
+@pytest.mark.parametrize("fault", ["nan", "huge", "unrows", "away", *FEW])
+def test_a_newcomer_without_an_answer_that_counts_has_no_say(fault, ten, tmp_path, caplog):
+    """Two sites are newcomers; the other one chooses, as if it were the only one."""
+    plan = deployment(FedAvg(linear((4,), Categorical(3))), ten, tmp_path / "plan", rounds=ROUNDS)[0].experiment.plan
+    first, second = plan.newcomers.tolist()
+    faults, away = ({}, [first]) if fault == "away" else ({(first, "choose"): fault}, [])
+    with caplog.at_level("WARNING", "fedbayes"):
+        coordinator, post = chosen_by(ten, tmp_path / "one", faults, away)
+    assert any(f"sites {first} have no say" in line for line in caplog.messages)
+    told = next(entry for entry in coordinator.history if "choice" in entry)
+    assert told["sites"] == [second]
+    alone = post.places[second].choose(
+        coordinator.run, plan.until, 0, jax.device_get(coordinator.algorithm.broadcast(jax.random.key(0), coordinator.state))
+    )
+    assert told["choice"] == decided(coordinator.algorithm, alone).to_json()
+    assert coordinator.finish(post)["choice"] == told["choice"]
+
+
+def test_without_any_newcomer_the_algorithms_own_settings_stay(ten, tmp_path, caplog):
+    plan = deployment(FedAvg(linear((4,), Categorical(3))), ten, tmp_path / "plan", rounds=ROUNDS)[0].experiment.plan
+    with caplog.at_level("WARNING", "fedbayes"):
+        coordinator, post = chosen_by(ten, tmp_path / "one", away=plan.newcomers.tolist())
+    assert any("nobody chose settings of adapt" in line for line in caplog.messages)
+    result, own = coordinator.finish(post), coordinator.algorithm.tune
+    for told in result["choice"].values():
+        assert told["settings"] == {"tune.lr": own.lr, "tune.steps": own.steps}
+        assert told["rows"] == told["gain"] == 0
+    assert all("not chosen" in words for _, words in choose.described(result["choice"]))
+    assert result["sites"] == list(range(len(ten)))
+
+
+@pytest.mark.parametrize("after", [7, 8, 9])
+def test_a_deployment_that_stops_around_the_choice_chooses_once(after, ten, tmp_path):
+    algorithm = FedAvg(linear((4,), Categorical(3)), train=Training(lr=0.3))
+    whole, post = deployment(algorithm, ten, tmp_path / "whole", rounds=ROUNDS)
+    expected = whole.finish(post)
+    first, post = deployment(algorithm, ten, tmp_path / "parts", rounds=ROUNDS)
+    for _ in range(after):
+        first.step(post)
+    first.kept.close()
+    again = Coordinator(first.experiment, first.folder)
+    assert (again.choice is None) == (after < 8)
+    result = again.finish(post)
+    assert result["choice"] == expected["choice"]
+    assert result["metrics"] == expected["metrics"]
+    assert_same(again.state, whole.state)
+    assert [entry["round"] for entry in again.history if "choice" in entry] == [8]
+
+
+def test_a_server_that_ends_while_sites_choose_asks_them_again(ten, tmp_path):
+    algorithm = FedAvg(linear((4,), Categorical(3)), train=Training(lr=0.3))
+    whole, post = deployment(algorithm, ten, tmp_path / "whole", rounds=ROUNDS)
+    expected = whole.finish(post)
+    first, post = deployment(algorithm, ten, tmp_path / "parts", rounds=ROUNDS)
+    for _ in range(7):
+        first.step(post)
+    asked, post.ask = post.ask, stop_at("choose", post.ask)
+    with pytest.raises(Stop):
+        first.step(post)
+    first.kept.close()
+    post.ask = asked
+    again = Coordinator(first.experiment, first.folder)
+    assert (again.round, again.choice) == (7, None)
+    assert again.finish(post)["choice"] == expected["choice"]
+    assert_same(again.state, whole.state)
+
+
+def stop_at(kind, ask):
+    """A post's `ask` in which the server ends at a kind of request."""
+
+    def asking(request, patience):
+        if request.kind == kind:
+            raise Stop
+        return ask(request, patience)
+
+    return asking
+
+
+def test_sites_with_other_candidates_have_another_experiment(ten, tmp_path):
+    network = linear((4,), Categorical(3))
+    found = deployment(FedAvg(network), ten, tmp_path / "one", rounds=ROUNDS)[0].experiment.fingerprint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "candidates", lambda algorithm: choose.Candidates(("tune.lr",), ((0.0,), (0.5,))))
+        other = deployment(FedAvg(network), ten, tmp_path / "other", rounds=ROUNDS)[0].experiment.fingerprint
+    assert other != found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="needs fedbayes[flower]")
+def test_flower_asks_nobody_where_nobody_is_there():
+    code = "from fedbayes.deploy import flower; print(list(flower.FlowerPost({}, {}).ask(flower.Request('choose', {}, {}), 1)))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True).stdout == b"[]\n"
 
 
 @pytest.mark.parametrize("after", [7, 8, 9])

@@ -98,9 +98,10 @@ def test_a_deployed_fit_has_the_simulators_verdict(tmp_path):
     assert result["ess"] == pytest.approx(fit.result["ess"], abs=1e-3)
     assert result["estimates"]["mean"]["mean"] == pytest.approx(fit.result["posterior"]["mean"]["mean"], abs=0.05)
     assert result["verdict"]["checks"]["own"] == {"latents": 12, "moved": 0, "scaled": 0}
-    # Every array that crossed is of one of the two manifests, and evidence rounds left no site in another state.
+    # Every array that crossed is of one of the two manifests (the last broadcast is a round's, under `down`), and evidence
+    # rounds left no site in another state.
     paths = {leaf.path for leaves in coordinator.experiment.manifests() for leaf in leaves}
-    assert {path for arrays in post.seen for path in arrays} <= paths
+    assert {path.removeprefix("down/") for arrays in post.seen for path in arrays} <= paths
     assert coordinator.counted == {0: 8, 1: 8, 2: 8}
 
 
@@ -116,6 +117,19 @@ def test_without_a_sites_evidence_the_verdict_says_so(tmp_path):
     verdict = coordinator.finish(post)["verdict"]
     assert verdict["verdict"] == "not checked"
     assert "site 0: y depends on latents of several elements of plate 'units' at once" in verdict["reasons"][-1]
+
+
+def test_a_site_that_is_away_at_the_end_is_told_in_the_verdict(tmp_path):
+    data = partition(6, 6)
+    algorithm = plan(fb.PVI(population, silo, steps=3), data, 2)
+    coordinator, post = deployment(algorithm, [SiteData(one) for one in data.values()], tmp_path, 2, patience=0.1)
+    coordinator.step(post)
+    coordinator.step(post)
+    post.faults = {1: "away"}
+    result = coordinator.finish(post)
+    assert result["sites"] == [0]
+    assert result["verdict"]["verdict"] == "not checked"
+    assert "sites 1 cannot be reached" in result["verdict"]["reasons"][-1]
 
 
 def fedper(model):

@@ -24,6 +24,7 @@ from fedbayes.deploy.processes import Federation, federation
 from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
 from fedbayes.deploy.tls import make_key
+from fedbayes.engine.choose import LEAST
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.silos import SiloSimulation
 from fedbayes.results.verdict import VERDICTS
@@ -171,6 +172,34 @@ def test_two_real_sites_give_the_simulators_state(name, running, tmp_path):
         verdict = json.loads((tmp_path / "server" / "result.json").read_text())["verdict"]
         assert verdict["verdict"] in VERDICTS
         assert verdict["checks"]["ess"] > 0  # of the draws that the sites' evidence weighs
+
+
+def test_two_real_sites_choose_settings_of_adapt_as_the_simulator(running, tmp_path):
+    """One site trains, the other scores candidates after round 8; both train and are scored with the choice after that."""
+    folder, server = project(tmp_path / "project", "fedavg", rounds=LEAST), tmp_path / "server"
+    running.run({"out": str(server)}, wait=2 * WAIT, project=folder)
+    experiment = experiment_of(folder)
+    fit = fb.simulate(experiment.algorithm, rows(), LEAST, seed=5, clients="loop")
+    found = json.loads((server / "result.json").read_text())
+    assert len({tuple(one["settings"].values()) for one in fit.result["choice"].values()}) > 1  # so that it can be wrong
+    assert found["choice"].keys() == fit.result["choice"].keys()
+    for label, one in fit.result["choice"].items():
+        assert found["choice"][label]["settings"] == one["settings"]
+        assert found["choice"][label]["rows"] == one["rows"]
+        for name in ("gain", "error"):
+            assert found["choice"][label][name] == pytest.approx(one[name], abs=1e-5)
+    simulation = Simulation(experiment.algorithm, rows(), seed=5, clients="loop", plan=experiment.plan)
+    for _ in range(LEAST):
+        simulation.step()
+    assert_state(server, simulation.state)
+    until, newcomers = experiment.plan.until, experiment.plan.newcomers.tolist()
+    trained = [sorted({0, 1} - set(newcomers))] * until + [[0, 1]] * (LEAST - until)
+    done = rounds_done(server)
+    assert [entry["sites"] for entry in done if "choice" not in entry] == trained
+    assert [(entry["round"], entry["sites"]) for entry in done if "choice" in entry] == [(until, newcomers)]
+    for mode, groups in fit.result["metrics"].items():
+        told = found["metrics"][mode]["participating"]["log_score"]["rows"]
+        assert told == pytest.approx(groups["participating"]["log_score"]["rows"], abs=1e-4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs fedbayes[simulation]")

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from fedbayes.deploy.experiment import Experiment, Final
 from fedbayes.deploy.judge import judged
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
-from fedbayes.engine.choose import Choice, Chosen, decided
+from fedbayes.engine.choose import Choice, Chosen, decided, plausible
 from fedbayes.engine.choose import Up as Scores
 from fedbayes.engine.round import Round
 from fedbayes.errors import UserError
@@ -140,7 +140,10 @@ class Coordinator:
 
         def after(round: int) -> None:
             if self.experiment.plan is not None and round == self.experiment.plan.until:
-                record({"round": round, "choice": self._choose(post).to_json()})
+                began = time.perf_counter()
+                found, sites = self._choose(post)
+                record({"round": round, "sites": sites, "choice": found.to_json()})
+                self.kept.time("choice", round, time.perf_counter() - began, clients=len(sites))
 
         self._post = post
         run_rounds(self, rounds, record, self.kept, after=after)
@@ -156,7 +159,7 @@ class Coordinator:
         key = keys.of_round(self.experiment.seed, round)
         cohort = self.chosen(round)
         least = min(self.experiment.minimum or len(cohort), len(cohort))
-        present = self._present(post, cohort, least, 0.0 if self.round else GRACE)
+        present = self.present(post, cohort, least, 0.0 if self.round else GRACE)
         if len(present) < least:
             needs = f"round {round} needs {least} of sites {_list(cohort)}"
             there = _list(present) or "none"
@@ -192,20 +195,31 @@ class Coordinator:
         trace = {name: np.asarray(value)[None] for name, value in metrics.items()}
         return Round(round, np.array(self.local.answered), trace, time.perf_counter() - began)
 
-    def _choose(self, post: Post) -> Chosen:
-        """Let the sites that have not trained score candidates for settings of `adapt`, and keep the choice."""
+    def _choose(self, post: Post) -> tuple[Chosen, list[int]]:
+        """Let the sites that have not trained score candidates for settings of `adapt`; keep the choice, tell who made it."""
         assert self.experiment.plan is not None
         key, sites = keys.of_round(self.experiment.seed, self.round + 1), self.experiment.plan.newcomers.tolist()
-        present = self._present(post, sites, 1, GRACE)
+        present = self.present(post, sites, 1, GRACE)
         request = self.request(self.experiment.choosing, self.state, "choose", self.round, key, present)
-        partial, answered, _ = self.gather(post, request, self.experiment.choosing_up)
+        partial, answered, _ = self.gather(post, request, self.experiment.choosing_up, plausible)
+        if missing := sorted(set(sites) - set(answered)):
+            log.warning("round %d: sites %s have no say in settings of adapt", self.round, _list(missing))
         found = decided(self.experiment.network, Scores(**partial.sums))
-        log.info("round %d: sites %s chose settings of adapt", self.round, _list(sorted(answered)) or "none")
+        if answered:
+            log.info("round %d: sites %s chose settings of adapt", self.round, _list(sorted(answered)))
+        else:
+            log.warning("round %d: nobody chose settings of adapt; the algorithm keeps its own", self.round)
         self.choice = found.choice
-        return found
+        return found, sorted(answered)
 
-    def gather(self, post: Post, request: Request, up: Any) -> tuple[reduce.Partial, list[int], dict[int, str]]:
-        """The sum of what sites answer to a request that is not a round, who answered, and why others are not counted."""
+    def gather(
+        self, post: Post, request: Request, up: Any, check: Callable[[Any], None] = lambda found: None
+    ) -> tuple[reduce.Partial, list[int], dict[int, str]]:
+        """The sum of what sites answer to a request that is not a round, who answered, and why others are not counted.
+
+        `check` raises `UserError` where an answer of the right shapes cannot be true.
+        """
+        largest: dict[str, float] = {}
         partial, answered, problems = jax.tree.map(np.array, reduce.empty(up)), list[int](), dict[int, str]()
         asked, (kind, facts) = set(request.facts), (request.kind, next(iter(request.facts.values()), {}))
         for reply in post.ask(request, self.experiment.patience):
@@ -217,6 +231,8 @@ class Coordinator:
                 if reply.facts.get("round") != facts["round"] or reply.facts.get("run") != self.run:
                     raise Refused(f"it is for round {reply.facts.get('round')} of run {reply.facts.get('run')}")
                 found = wire.assemble(reply.arrays, up, "the answer", finite=True)
+                check(found)
+                largest = grown(reply.arrays, found, largest)
             except UserError as problem:
                 log.warning("%s: the answer of site %d is refused: %s", kind, reply.site, problem)
                 problems[reply.site] = str(problem)
@@ -228,7 +244,7 @@ class Coordinator:
     def conclude(self, post: Post) -> dict[str, Any]:
         """Send everyone the last broadcast, from which sites personalise, and gather their scores."""
         key = keys.of_round(self.experiment.seed, self.round + 1)
-        everyone = self._present(post, list(range(self.experiment.sites)), 0, GRACE)
+        everyone = self.present(post, list(range(self.experiment.sites)), 0, GRACE)
         request = self.request(self.algorithm, self.state, "score", self.round, key, everyone)
         modes = self.experiment.scored
         scores = {mode: no_scores(self.experiment.sites) for mode in modes}
@@ -266,7 +282,7 @@ class Coordinator:
         cohort = min(self.experiment.cohort or len(everyone), len(everyone))
         return steps.take_part(self.experiment.seed, round, everyone, cohort).tolist()
 
-    def _present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
+    def present(self, post: Post, cohort: list[int], least: int, grace: float) -> list[int]:
         """The sites of a cohort that can be reached: all, or after some grace enough of them, or when patience ends what is."""
         began = time.monotonic()
         while True:
@@ -301,14 +317,7 @@ class Coordinator:
             norm = math.hypot(*(float(np.linalg.norm(np.ravel(leaf))) for leaf in judged))
             if norm > self.experiment.norm:
                 raise Refused(f"its norm is {norm:.4g}, above {self.experiment.norm:.4g}")
-        means = {field for field, kind in declared(type(up)).items() if kind is Reduce.MEAN}
-        grown = {}
-        for path, array in reply.arrays.items():
-            share = float(reduce.weight_of(up, 1.0)) if path.split("/")[0] in means else 1.0
-            grown[path] = largest.get(path, 0.0) + share * peak(array)
-            if np.issubdtype(array.dtype, np.floating) and grown[path] > np.finfo(array.dtype).max:
-                raise Refused(f"with it the sum of {path} is too large for its numbers")
-        return up, grown
+        return up, grown(reply.arrays, up, largest)
 
 
 class Counted:
@@ -330,6 +339,18 @@ class Counted:
         """Take up what a checkpoint kept; without one, nobody has been counted."""
         if kept is not None:
             self.run, self.rounds = str(kept["run"]), {int(number): int(last) for number, last in kept["counted"].items()}
+
+
+def grown(arrays: Mapping[str, np.ndarray], up: Any, largest: Mapping[str, float]) -> dict[str, float]:
+    """Bounds on the running sums with one upload more; refused where a sum could overflow."""
+    means = {field for field, kind in declared(type(up)).items() if kind is Reduce.MEAN}
+    bounds = {}
+    for path, array in arrays.items():
+        share = float(reduce.weight_of(up, 1.0)) if path.split("/")[0] in means else 1.0
+        bounds[path] = largest.get(path, 0.0) + share * peak(array)
+        if np.issubdtype(array.dtype, np.floating) and bounds[path] > np.finfo(array.dtype).max:
+            raise Refused(f"with it the sum of {path} is too large for its numbers")
+    return bounds
 
 
 def peak(array: np.ndarray) -> float:

@@ -199,11 +199,12 @@ class FlowerPost:
         """Push to each site, then look for answers, one at a time, so that one is in memory."""
         number_of = {self.node_of[number]: number for number in request.facts}
         kind = "train.round" if request.kind == "round" else f"query.{request.kind}"
-        records, asked = _records(request.arrays), {}  # the arrays are there once, for all sites
-        for number, facts in request.facts.items():
-            content = RecordDict({"facts": ConfigRecord(facts), **records})
-            asked[self.node_of[number]] = (kind, content, str(facts["round"]))
-        del request, records, content  # what has been pushed is not kept
+        records = _records(request.arrays)  # the arrays are there once, for all sites
+        asked = {
+            self.node_of[number]: (kind, RecordDict({"facts": ConfigRecord(facts), **records}), str(facts["round"]))
+            for number, facts in request.facts.items()
+        }
+        del request, records  # what has been pushed is not kept
         for node, reply in self._exchange(asked, patience):
             number = number_of[node]
             if reply.problem is not None and self.node_of.get(number) == node:

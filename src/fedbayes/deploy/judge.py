@@ -42,6 +42,9 @@ class Asking(Protocol):
     def counted(self) -> dict[int, int]:
         """The last round of each site that was counted."""
 
+    def present(self, post: Any, cohort: list[int], least: int, grace: float) -> list[int]:
+        """The sites of a cohort that can be reached."""
+
     def request(self, algorithm: AnyAlgorithm, state: Any, kind: str, round: int, key: Any, sites: list[int]) -> Any:
         """An algorithm's broadcast for some sites."""
 
@@ -99,6 +102,8 @@ def _ask(coordinator: Asking, post: Any, z: Points, round: int) -> Told:
     everyone = [number for number, last in coordinator.counted.items() if last]
     key, number = keys.of_round(experiment.seed, coordinator.round + 1), coordinator.round + 1
     state = algorithm.asking(coordinator.experiment.structured.shared(coordinator.state), z)
+    if away := sorted(set(everyone) - set(coordinator.present(post, everyone, len(everyone), 0.0))):
+        raise Unanswered(f"not all sites told their evidence (sites {', '.join(map(str, away))} cannot be reached)")
     request = coordinator.request(algorithm, state, "evidence", number, key, everyone)
     partial, answered, problems = coordinator.gather(post, request, experiment.evidence_up)
     if missing := sorted(set(everyone) - set(answered)):

@@ -46,7 +46,7 @@ SHARE, NEWCOMERS = 0.2, 50
 WHEN, LEAST = 0.8, 10
 """The share of rounds after which the choice is made, and the fewest rounds of a run in which one is."""
 FLOOR = -1e3
-"""The log score of a row counts as at least this: one row does not decide, and uploads are finite."""
+"""The log score of a row counts as at least this, and as at most its opposite: one row does not decide, sums are finite."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["names"])
@@ -194,7 +194,7 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
                 draws = self.trained.predict(for_draws, down, state, data.x)
                 each = self.trained.likelihood.log_prob(draws, data.y)
                 mixed = jax.nn.logsumexp(each, axis=0) - np.float32(np.log(draws.shape[0]))
-                return jnp.where(jnp.isfinite(mixed), jnp.maximum(mixed, FLOOR), FLOOR)
+                return jnp.where(jnp.isfinite(mixed), jnp.clip(mixed, FLOOR, -FLOOR), FLOOR)
 
             scores = jnp.where(query[None], jax.vmap(log_score)(values), 0.0)
             ahead = scores - scores[:1]
@@ -221,6 +221,25 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
     def predict(self, key: PRNGKeyArray, down: Any, local: Any, x: Any) -> Any:
         """The trained algorithm predicts."""
         raise UserError("a choosing round predicts nothing; ask the algorithm that was trained")
+
+
+def plausible(told: Up) -> None:
+    """Refuse sums that no newcomer's rows give: a negative or too large number of rows, or scores beyond their bounds.
+
+    >>> each = np.zeros((3, 2), np.float32)
+    >>> plausible(Up(each - 50, each, np.full(3, 10, np.float32)))
+    >>> plausible(Up(each, each, np.full(3, -10, np.float32)))
+    Traceback (most recent call last):
+    fedbayes.errors.UserError: it scored -10 rows for 'up to 10 rows'; expected 0 to 800
+    """
+    score, square, count = (np.asarray(part, np.float64) for part in told)
+    for label, scored, most in zip(LABELS, count, MOST * np.array(REPEATS), strict=True):
+        if not 0 <= scored <= most:
+            raise UserError(f"it scored {scored:g} rows for {label!r}; expected 0 to {most}")
+    room = 1.001 * count[:, None]  # sums are rounded
+    if (np.abs(score) > -FLOOR * room).any() or (square < 0).any() or (square > (2 * FLOOR) ** 2 * room).any():
+        limits = f"a log score of each between {FLOOR:g} and {-FLOOR:g}"
+        raise UserError(f"its sums are beyond what its rows can give; expected {limits}")
 
 
 class Chosen(NamedTuple):
@@ -251,10 +270,15 @@ def described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     >>> one = {"settings": {"tune.lr": 0.01}, "gain": 0.25, "error": 0.04, "rows": 90}
     >>> described({"up to 10 rows": one, "more rows": {**one, "settings": {"tune.lr": 0.0}, "gain": 0.0}})[0]
     ('up to 10 rows', 'tune.lr 0.01; 0.250 ± 0.040 nats a row better than not adapting')
+    >>> described({"more rows": {**one, "gain": 0.0, "rows": 0}})
+    [('more rows', 'tune.lr 0.01; not chosen, as no newcomer had rows to score')]
     """
-    found = []
+    found, chosen = [], any(one["rows"] for one in told.values())
     for label, one in told.items():
         settings = ", ".join(f"{name} {value:g}" for name, value in one["settings"].items())
+        if not chosen:
+            found.append((label, f"{settings}; not chosen, as no newcomer had rows to score"))
+            continue
         gain = f"{one['gain']:.3f} ± {one['error']:.3f} nats a row better than not adapting"
         found.append((label, f"{settings}; {gain}" if one["gain"] > 0 else "do not adapt"))
     return found
