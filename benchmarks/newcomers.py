@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import newcomers_evidence
 import numpy as np
 
 import fedbayes as fb
@@ -143,6 +144,7 @@ def report() -> int:
                 cells.append(gap(gaps))
             lines.append(f"| {of.title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
     common.put(PAGE, "log score", "\n".join(lines))
+    newcomers_evidence.update(SETS, known)  # for fedbayes advise
     return 0
 
 

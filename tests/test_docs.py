@@ -19,6 +19,7 @@ import pytest
 import fedbayes as fb
 from fedbayes import wire
 from fedbayes.cli import COMMANDS, main
+from fedbayes.cli import advise as advise_command
 from fedbayes.cli import fit as fit_command
 from fedbayes.cli.run import Options
 from fedbayes.evaluation.assess import assess
@@ -203,7 +204,9 @@ class Training(Exception):
     """Instead of training: the command was read, the data is there and the algorithm is built."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md", "docs/contract.md", "docs/structured-models.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/cli.md", "docs/choose-a-method.md", "docs/contract.md", "docs/structured-models.md"]
+)
 def test_commands_are_understood(page, monkeypatch):
     """Every command of a page, up to the training, which the tests of the command line run."""
     patients()
@@ -231,7 +234,7 @@ def test_pages_name_every_command_option_and_algorithm():
     page, data = text("docs/cli.md"), text("docs/your-data.md")
     for command in COMMANDS:
         assert f"fedbayes {command}" in page
-    for options in (RunOptions, Options, fit_command.Options):
+    for options in (RunOptions, Options, advise_command.Options, fit_command.Options):
         for field in dataclasses.fields(options):
             assert field.name in ("data", "settings") or f"--{field.name.replace('_', '-')}`" in page, field.name
     for field in dataclasses.fields(DataOptions):

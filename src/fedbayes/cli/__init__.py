@@ -16,6 +16,7 @@ from fedbayes.errors import UserError, nearest, printable
 
 COMMANDS = {
     "quickstart": "what the library is for, in two minutes: digits, a mixed model, the page of the runs",
+    "advise": "which methods to compare on your data, from measurements: fedbayes advise DATA",
     "run": "train one algorithm: fedbayes run ALGORITHM --data … --rounds … --out DIR",
     "compare": "train several algorithms over several seeds: one table with mean ± spread",
     "fit": "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR",
