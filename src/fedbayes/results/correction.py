@@ -45,8 +45,9 @@ EQUAL = 1e-3
 """A range of log weights below which they are equal: a tail fitted to what is left of rounding says nothing."""
 LEAST = 100
 """Effective draws below which weighted draws are not believed."""
-TAKEN = 400
-"""Effective draws from which on they take q's place: with fewer, the tails of many latents are a few points."""
+TAKEN, EACH = 400, 40
+"""Effective draws from which on they take q's place, at least and for each latent, up to `ENOUGH`: with fewer, the tails of many
+latents are a few points."""
 TRUSTED = 0.7
 """k̂ up to which weights are believed."""
 MIXED = 1.05
@@ -84,7 +85,7 @@ class Corrected:
     @property
     def enough(self) -> bool:
         """Whether they can take q's place."""
-        return self.reliable and self.ess >= TAKEN
+        return self.reliable and self.ess >= min(max(TAKEN, EACH * np.shape(self.z)[1]), ENOUGH)
 
     def resampled(self, count: int, seed: int = 0) -> Points:
         """Draws of equal weight, by systematic resampling, in random order."""
