@@ -111,7 +111,7 @@ def test_factors_keep_their_meaning_when_q_moves():
         [float(gaussian.log_factor(f, factored.standardised(q, one))) for one in z]
         for f, q in ((factor, old), (factored.rewritten(factor, old, new), new))
     )
-    rounding = 4 * np.finfo(np.float32).eps * max(map(abs, after))  # of two numbers whose difference is small
+    rounding = 4 * float(np.finfo(np.float32).eps) * max(map(abs, after))  # of two numbers whose difference is small
     assert before[0] - before[1] == pytest.approx(after[0] - after[1], rel=1e-2, abs=rounding)
 
 

@@ -46,8 +46,8 @@ EQUAL = 1e-3
 LEAST = 100
 """Effective draws below which weighted draws are not believed."""
 TAKEN, EACH = 400, 40
-"""Effective draws from which on they take q's place, at least and for each latent, up to `ENOUGH`: with fewer, the tails of many
-latents are a few points."""
+"""Effective draws from which on they take q's place, at least and for each latent, up to `ENOUGH`: with fewer, the tails of
+many latents are a few points."""
 TRUSTED = 0.7
 """k̂ up to which weights are believed."""
 MIXED = 1.05
