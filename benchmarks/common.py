@@ -45,8 +45,22 @@ def found(out: Path, pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(out.glob(pattern))]
 
 
+def check(page: Path, section: str) -> None:
+    """Refuse a section for which a page has no marks.
+
+    >>> check(Path(__file__).parent.parent / "docs" / "results" / "fedvi.md", "fedvi_femnist")
+    >>> check(Path(__file__).parent.parent / "docs" / "results" / "fedvi.md", "nowhere")
+    Traceback (most recent call last):
+    fedbayes.errors.UserError: fedvi.md has no place for nowhere; add the lines <!-- nowhere --> and <!-- end nowhere --> to it
+    """
+    whole, marks = page.read_text(), (f"<!-- {section} -->", f"<!-- end {section} -->")
+    if not all(mark in whole for mark in marks):
+        raise fb.UserError(f"{page.name} has no place for {section}; add the lines {' and '.join(marks)} to it")
+
+
 def put(page: Path, section: str, text: str) -> None:
     """Replace a section of a page, between its marks. Cells of a table that were not run here stay what they are."""
+    check(page, section)
     whole = page.read_text()
     start, end = whole.index(f"<!-- {section} -->"), whole.index(f"<!-- end {section} -->")
     write(page, f"{whole[:start]}<!-- {section} -->\n{kept(whole[start:end], text)}\n{whole[end:]}".encode())

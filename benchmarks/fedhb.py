@@ -41,6 +41,7 @@ from fedbayes.files import write
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "fedhb.md"
+NOTES = Path(__file__).parent / "notes" / "fedhb.md"
 RATES = (1e-3, 1e-2)
 """Step sizes of personalisation; the first is the protocol's."""
 BETWEEN = (1e-3, 5e-3, 1e-2)
@@ -549,14 +550,14 @@ def main() -> int:
                     accuracies = " ".join(f"{key} {value['accuracy']:.2f}" for key, value in found.items() if key != "seconds")
                     print(f"{name} {data} τ={epochs} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr)
     if options.paired:
-        common.put(PAGE, "paired", paired(options.out, options.seeds))
+        common.put(NOTES, "paired", paired(options.out, options.seeds))
         return 0
     if options.rates:
         curve_picture(options.out, options.seeds)
-        common.put(PAGE, "rates", curve(options.out, options.seeds))
+        common.put(NOTES, "rates", curve(options.out, options.seeds))
         return 0
     common.put(PAGE, "tables", tables(options.out, options.seeds))
-    common.put(PAGE, "all-layers", all_layers(options.out, options.seeds))
+    common.put(NOTES, "all-layers", all_layers(options.out, options.seeds))
     common.put(PAGE, "ensembles", ensembles(options.out, options.seeds))
     return 0
 

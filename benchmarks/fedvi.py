@@ -166,10 +166,12 @@ def certificates(config: dict[str, Any], seed: int, stem: str) -> str:
     fit = fb.simulate(
         algorithm, data, config["rounds"], cohort=config["cohort"], seed=seed, modes=("global", "adapted"), choose=False
     )
-    bounds, errors, adapted = [], [], fb.assess(drawn_alone(fit.simulation), ("adapted",)).scores["adapted"]
+    certified, errors = [], []
+    adapted = fb.assess(drawn_alone(fit.simulation), ("adapted",)).scores["adapted"]
     for place in np.flatnonzero(data.unseen):
-        bounds.append(certify(fit.simulation, str(data.names[place])).bound)
+        certified.append(certify(fit.simulation, str(data.names[place])))
         errors.append(float(adapted.error[place] / adapted.rows[place]))
+    bounds = [one.bound for one in certified]
     figure = Figure(figsize=(4.2, 4), layout="constrained")
     axes = figure.subplots()
     axes.scatter(errors, bounds, s=12, alpha=0.6)
@@ -177,14 +179,29 @@ def certificates(config: dict[str, Any], seed: int, stem: str) -> str:
     axes.set_xlabel("share of errors on test rows, one draw of β")
     axes.set_ylabel("bound, with probability .95")
     figure.savefig(ROOT / "docs" / "images" / f"{stem}-certificates.png", dpi=100)
-    low, middle, high = np.quantile(bounds, [0.1, 0.5, 0.9])
-    empty, above = sum(bound >= 0.9995 for bound in bounds), sum(e > b for e, b in zip(errors, bounds, strict=True))
-    accuracy = fit.evaluation.summary()["adapted"]["unseen"]["accuracy"]["rows"]
-    return (
-        f"{len(bounds)} unseen clients, seed {seed}: median bound {middle:.3f} (a tenth of them below {low:.3f}, nine tenths "
-        f"below {high:.3f}); {empty} say nothing; {above} have more errors on their test rows than the bound. Error of the "
-        f"averaged prediction {1 - accuracy:.3f}."
+    above = sum(e > b for e, b in zip(errors, bounds, strict=True))
+    summary = fit.evaluation.summary()
+    accuracy, alone = (summary[mode]["unseen"]["accuracy"]["rows"] for mode in ("adapted", "global"))
+    rows = int(np.median(data.train_counts[data.unseen]))
+    lines = [
+        "| bound, with probability .95 | holds for | a tenth below | median | nine tenths below | say nothing |",
+        "|---" * 6 + "|",
+    ]
+    for title, whom, values in (
+        ("PAC-Bayes", "one draw of β, from all rows", bounds),
+        ("Clopper–Pearson", "the averaged prediction, from half of the rows", [one.half_bound for one in certified]),
+        ("Clopper–Pearson", "the shared model as it is", [one.shared_bound for one in certified]),
+    ):
+        low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
+        empty = sum(value >= 0.9995 for value in values)
+        lines.append(f"| {title} | {whom} | {low:.3f} | {middle:.3f} | {high:.3f} | {empty} |")
+    half, shared = (sum(getattr(one, name) < one.bound for one in certified) for name in ("half_bound", "shared_bound"))
+    text = (
+        f"{len(bounds)} unseen clients with {rows} rows each in the median, seed {seed}. The second bound is below the first "
+        f"for {half} of them, the third for {shared}. {above} have more errors on their test rows than the first. Error of the "
+        f"averaged prediction on test rows {1 - accuracy:.3f}, of the shared model {1 - alone:.3f}."
     )
+    return "\n".join([*lines, "", text])
 
 
 def main() -> int:
@@ -199,11 +216,13 @@ def main() -> int:
     options = parser.parse_args()
     config, stem = tomllib.loads(options.config.read_text()), options.config.stem
     out = options.out or Path("runs") / stem
+    section = stem + "-tau" * options.tau + "-certificates" * options.certify
+    common.check(PAGE, section)  # before anything runs for hours
     if options.tau:
-        common.put(PAGE, f"{stem}-tau", ablation(config, options.seeds, out, stem))
+        common.put(PAGE, section, ablation(config, options.seeds, out, stem))
         return 0
     if options.certify:
-        common.put(PAGE, f"{stem}-certificates", certificates(config, options.seeds[0], stem))
+        common.put(PAGE, section, certificates(config, options.seeds[0], stem))
         return 0
     chosen = options.only.split(",") if options.only else [label for label in LABELS if label[-1] not in "+-"]
     for seed in options.seeds if not options.table else []:
@@ -211,7 +230,7 @@ def main() -> int:
             found = run(label, *method(label, config), config, seed, out)
             accuracies = ", ".join(f"{key} {value['accuracy_rows']:.2f}" for key, value in found.items() if key != "seconds")
             print(f"{label} seed {seed}: {accuracies}, {found['seconds']:.0f} s", file=sys.stderr, flush=True)
-    common.put(PAGE, stem, table(config, out))
+    common.put(PAGE, section, table(config, out))
     return 0
 
 

@@ -78,7 +78,7 @@ def test_bounds_hold_on_new_clients_and_say_something():
     x, y = new.x.reshape(1000, 2200, 2), new.y.reshape(1000, 2200)
     first, rest = rows_of(x[:, :200], y[:, :200]), rows_of(x[:, 200:], y[:, 200:])
     keys = jax.random.split(jax.random.key(0), 1000)
-    errors, _, divergence = risks(keys, first)
+    errors, _, divergence, *_ = risks(keys, first)
     q = jax.jit(jax.vmap(lambda rows: algorithm.adapt(jax.random.key(0), down, None, rows)))(first)
     true = np.asarray(gibbs(keys, q, rest))
     bounds = np.array([pac_bayes.bound(float(e), float(d), 200, 20, 0.05) for e, d in zip(errors, divergence, strict=True)])
@@ -125,7 +125,7 @@ def test_draws_in_closed_form_are_those_of_the_network(small):
     """A draw of β for each row, as numbers for its outputs, errs as often as networks with a draw of β do."""
     algorithm, down, data = small.algorithm, small.down(), small.data
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.train([29], 20))
-    errors, _, _ = pac_bayes._risks(algorithm, 4000, jax.random.key(0), down, small.fresh, rows)
+    errors, *_ = pac_bayes._risks(algorithm, 4000, jax.random.key(0), down, small.fresh, rows)
     many = dataclasses.replace(algorithm, draws=4000)
     local = many.adapt(jax.random.key(0), down, None, rows)
     assert float(errors) == pytest.approx(float(error(many, jax.random.key(1), down, local, rows)), abs=0.02)
@@ -164,6 +164,36 @@ def test_a_certificate_reads_in_one_line(small):
     assert more.bound < found.bound
 
 
+def test_direct_bounds_are_binomial_limits_from_rows_that_had_no_part(small):
+    """Errors counted here by hand: of the model from every other row on the rest, and of the shared model on all."""
+    found = pac_bayes.certify(small, "29")
+    algorithm, down, place = small.algorithm, small.down(), small.data.index("29")
+    x, y = small.data.rows("29")
+    key = pac_bayes.keys.fold(pac_bayes.keys.of_round(small.seed, small.round), np.uint32(place))
+
+    def wrong(local):
+        likely = jax.nn.softmax(algorithm.predict(key, down, local, jnp.asarray(x)), axis=-1).mean(axis=0)
+        return np.asarray(jnp.argmax(likely, axis=-1)) != y
+
+    half = wrong(algorithm.adapt(key, down, small.fresh, rows_of(x[::2], y[::2])))[1::2]
+    shared = wrong(small.fresh)
+    assert (found.half_rows, found.half_wrong, found.shared_wrong) == (10, half.sum(), shared.sum())
+    assert found.half_bound == pytest.approx(upper(half))
+    assert found.shared_bound == pytest.approx(upper(shared))
+
+
+def upper(wrong):
+    """The upper end of SciPy's exact interval, of which it leaves 5 % out on each side."""
+    return scipy.stats.binomtest(int(wrong.sum()), len(wrong)).proportion_ci(0.9, method="exact").high
+
+
+def test_the_direct_bound_holds_as_often_as_it_says():
+    for chance in (0.02, 0.1, 0.4):
+        k = np.arange(31)
+        bounds = np.array([pac_bayes.clopper_pearson(int(errors), 30, 0.05) for errors in k])
+        assert scipy.stats.binom.pmf(k, 30, chance)[bounds < chance].sum() <= 0.05
+
+
 def test_more_divergence_and_fewer_rows_weaken_the_bound():
     bounds = [pac_bayes.bound(0.1, d, n, 100, 0.05) for d, n in ((1.0, 200), (5.0, 200), (5.0, 50))]
     assert bounds == sorted(bounds)
@@ -196,7 +226,12 @@ def test_command_prints_certificates_of_a_run_and_refuses_a_damaged_one(tmp_path
     assert main(["certify", str(folder), "--draws", "20", "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 2
-    assert "median bound" in capsys.readouterr().out
+    for one in found:
+        assert one["half_bound"] == pac_bayes.clopper_pearson(one["half_wrong"], one["half_rows"], 0.05)
+        assert one["shared_bound"] == pac_bayes.clopper_pearson(one["shared_wrong"], one["rows"], 0.05)
+    out = capsys.readouterr().out
+    assert "median bound" in out
+    assert "Clopper–Pearson" in out
     (folder / "command.json").write_text("{")
     assert main(["certify", str(folder)]) == 2
     assert "command.json cannot be read" in capsys.readouterr().err

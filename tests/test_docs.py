@@ -252,6 +252,16 @@ def test_what_follows_from_the_registry_is_current():
     assert set(re.findall(r" as (\w+)$", tables.stub(), re.MULTILINE)) == set(fb.__all__)
 
 
+@pytest.mark.parametrize("family", ["fedvi", "fedhb"])
+def test_every_settings_file_of_a_benchmark_has_a_place_on_its_page(family):
+    """Without one, the benchmark could not write its table after hours of training."""
+    page, files = text(f"docs/results/{family}.md"), list((ROOT / "benchmarks").glob(f"{family}_*.toml"))
+    assert files
+    for file in files:
+        assert f"<!-- {file.stem} -->" in page
+        assert f"<!-- end {file.stem} -->" in page
+
+
 def test_schema_of_the_result_is_the_documented_one(clients):
     page = text("docs/evaluation.md")
     model = fb.models.mlp(clients.shape, fb.models.Categorical(2), hidden=(4,))

@@ -79,10 +79,16 @@ def certificate_table(found: Sequence[Certificate]) -> Table:
     empty = sum(one.says_nothing for one in found)
     bounds = np.array([one.bound for one in found])
     said = f"median bound {np.median(bounds):.3f}" + (f"; {empty} of {len(found)} say nothing" if empty else "")
-    caption = f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use"
+    half, shared = (np.median([getattr(one, name) for one in found]) for name in ("half_bound", "shared_bound"))
+    caption = (
+        f"{said}; drawn: one draw of β a row, which the bound is for; averaged: the prediction to use. By Clopper–Pearson, "
+        f"half: a bound of the averaged prediction from half of the rows, by its errors on the others, median {half:.3f}; "
+        f"shared: one of the shared model as it is, by its errors on all rows, median {shared:.3f}"
+    )
     title = f"each error of one draw is at most its bound with probability {1 - found[0].delta:g}"
     rows = []
     for one in found:
         figures = (f"{one.divergence:.2f}", f"{one.gibbs:.3f}", f"{one.averaged:.3f}", f"{one.bound:.3f}")
-        rows.append([one.client, str(one.rows), *figures])
-    return plain_table(["client", "rows", "KL(q‖r)", "drawn", "averaged", "bound"], rows, title=title, caption=caption)
+        rows.append([one.client, str(one.rows), *figures, f"{one.half_bound:.3f}", f"{one.shared_bound:.3f}"])
+    headings = ["client", "rows", "KL(q‖r)", "drawn", "averaged", "bound", "half", "shared"]
+    return plain_table(headings, rows, title=title, caption=caption)

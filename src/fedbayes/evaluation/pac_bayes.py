@@ -10,12 +10,18 @@ R(q) is the chance that a network with one draw β ~ q errs on a row to come (th
 and kl(a ‖ b) the divergence of two coins; the bound is its inverse. R̂(q) is itself estimated, by m draws of β, one for each
 row anew; its own upper bound, kl⁻¹(share, log(1/δ')/m n), takes a hundredth of δ.
 
+Beside it stand two bounds that need no PAC-Bayes, for the averaged prediction: k errors on m rows that had no part in a model,
+and Clopper and Pearson's limit, the p with P(Binomial(m, p) ≤ k) = δ. One is for the model from every other row, by its errors
+on the rest. The other is for the shared model as it is, by its errors on all rows. Each of the three holds with probability
+1 − δ, not all at once.
+
 It says nothing of clients whose rows, or near copies of them, trained θ or chose a setting, and nothing of rows that come from
 somewhere else.
 
 References:
     Seeger. PAC-Bayesian generalisation error bounds for Gaussian process classification. JMLR 2002. — Maurer. A note on the
-    PAC Bayesian theorem. 2004. — Langford, Caruana. (Not) bounding the true error. NIPS 2001, for the estimate of R̂(q).
+    PAC Bayesian theorem. 2004. — Langford, Caruana. (Not) bounding the true error. NIPS 2001, for the estimate of R̂(q). —
+    Clopper, Pearson. The use of confidence or fiducial limits illustrated in the case of the binomial. Biometrika 1934.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import betaincinv
 
 from fedbayes.algorithm import AnyNetwork, Data
 from fedbayes.engine import keys
@@ -53,14 +60,25 @@ class Certificate(NamedTuple):
     bound: float
     """With probability 1 − δ, R(q) is at most this."""
     averaged: float
-    """Share of errors on the same rows of the prediction that averages draws, which is the one to use; it has no bound here."""
+    """Share of errors on the same rows of the prediction that averages draws, which is the one to use."""
+    half_rows: int
+    """Rows left over where every other row makes q(β)."""
+    half_wrong: int
+    """Errors of the averaged prediction on those."""
+    half_bound: float
+    """With probability 1 − δ, the averaged prediction from half of the rows errs with at most this probability."""
+    shared_wrong: int
+    """Errors on all rows of the shared model, which does not adapt."""
+    shared_bound: float
+    """With probability 1 − δ, the shared model errs with at most this probability."""
 
     def __str__(self) -> str:
         vacuous = " (says nothing)" if self.says_nothing else ""
         return (
             f"{self.client}: error of one draw ≤ {self.bound:.3f}{vacuous} with probability {1 - self.delta:g}, "
             f"from {self.rows} rows with {self.gibbs:.3f} errors and KL {self.divergence:.2f}; "
-            f"averaged prediction {self.averaged:.3f} (no bound)"
+            f"averaged prediction {self.averaged:.3f}. By Clopper–Pearson ≤ {self.half_bound:.3f} for the averaged prediction "
+            f"from half of the rows, and ≤ {self.shared_bound:.3f} for the shared model"
         )
 
     @property
@@ -110,8 +128,22 @@ def certify_rows(
     count = int(rows.mask.sum())
     if count == 0:
         raise UserError(f"client {client!r} has no training rows, but a certificate rests on labelled rows; give it some")
-    errors, averaged, divergence = (float(value) for value in _risks(algorithm, draws, key, down, fresh, rows))
-    return Certificate(client, count, delta, errors, divergence, bound(errors, divergence, count, draws, delta), averaged)
+    found = _risks(algorithm, draws, key, down, fresh, rows)
+    errors, averaged, divergence, half, shared = (float(value) for value in found)
+    return Certificate(
+        client=client,
+        rows=count,
+        delta=delta,
+        gibbs=errors,
+        divergence=divergence,
+        bound=bound(errors, divergence, count, draws, delta),
+        averaged=averaged,
+        half_rows=count // 2,
+        half_wrong=round(half),
+        half_bound=clopper_pearson(round(half), count // 2, delta),
+        shared_wrong=round(shared),
+        shared_bound=clopper_pearson(round(shared), count, delta),
+    )
 
 
 def check_certifiable(algorithm: AnyNetwork, down: Any) -> None:
@@ -126,6 +158,17 @@ def bound(errors: float, divergence: float, rows: int, draws: int, delta: float)
     sampled = kl_inverse(errors, math.log(1 / (SAMPLING * delta)) / (draws * rows))
     slack = (divergence + math.log(2 * math.sqrt(rows) / ((1 - SAMPLING) * delta))) / rows
     return kl_inverse(sampled, slack)
+
+
+def clopper_pearson(errors: int, rows: int, delta: float) -> float:
+    """The largest chance of an error under which so few errors in so many independent rows still have probability δ.
+
+    >>> round(clopper_pearson(0, 10, 0.05), 4), round(1 - 0.05 ** (1 / 10), 4)
+    (0.2589, 0.2589)
+    >>> clopper_pearson(3, 3, 0.05), clopper_pearson(0, 0, 0.05)
+    (1.0, 1.0)
+    """
+    return 1.0 if errors >= rows else float(betaincinv(errors + 1, rows - errors, 1 - delta))
 
 
 def kl_inverse(share: float, slack: float) -> float:
@@ -152,10 +195,21 @@ def _kl(a: float, b: float) -> float:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _risks(algorithm: AnyNetwork, draws: int, key: Any, down: Any, fresh: Any, rows: Data) -> Any:
-    """Shares of errors with one draw a row and with draws averaged, and KL(q ‖ r)."""
+    """Shares of errors with one draw a row and with draws averaged, KL(q ‖ r), and errors that Clopper–Pearson counts."""
     outputs, divergence = algorithm.gibbs(key, down, rows, draws)
     labels = rows.y.astype(jnp.int32)
     wrong = jnp.argmax(probabilities(algorithm.likelihood, outputs), axis=-1) != labels[None]
-    likely = predictive(algorithm.likelihood, algorithm.predict(key, down, algorithm.adapt(key, down, fresh, rows), rows.x))
-    averaged = (jnp.argmax(likely, axis=-1) != labels).astype(jnp.float32)
-    return masked_mean(jnp.mean(wrong, axis=0), rows.mask), masked_mean(averaged, rows.mask), divergence
+
+    def errors(local: Any) -> Any:
+        likely = predictive(algorithm.likelihood, algorithm.predict(key, down, local, rows.x))
+        return (jnp.argmax(likely, axis=-1) != labels).astype(jnp.float32)
+
+    first = rows.mask & (jnp.cumsum(rows.mask) % 2 == 1)
+    half = errors(algorithm.adapt(key, down, fresh, rows._replace(mask=first)))
+    return (
+        masked_mean(jnp.mean(wrong, axis=0), rows.mask),
+        masked_mean(errors(algorithm.adapt(key, down, fresh, rows)), rows.mask),
+        divergence,
+        jnp.sum(jnp.where(rows.mask & ~first, half, 0.0)),
+        jnp.sum(jnp.where(rows.mask, errors(fresh), 0.0)),
+    )
