@@ -3,7 +3,7 @@ VENV ?= .venv
 export NO_MKDOCS_2_WARNING = 1
 BIN = $(VENV)/bin
 
-.PHONY: run test test-all test-method tables docs clean
+.PHONY: run test test-all test-method tables readme docs clean
 
 run: $(VENV)/.run
 	$(BIN)/fedbayes quickstart
@@ -26,6 +26,10 @@ test-method: tables
 # What follows from the registry: the type stub, README's table and the reference of algorithms
 tables: $(VENV)/.test
 	$(BIN)/python docs/tables.py
+
+# README's first screen, from a run of the quickstart; after a change of defaults
+readme: $(VENV)/.test
+	$(BIN)/python docs/quickstart.py
 
 docs: $(VENV)/.test
 	$(BIN)/mkdocs build --strict

@@ -15,7 +15,7 @@ from fedbayes.engine.compile_cache import keep_compiled
 from fedbayes.errors import UserError, nearest, printable
 
 COMMANDS = {
-    "quickstart": "what the library is for, in two minutes: digits, a mixed model, the page of the runs",
+    "quickstart": "what the library is for, in two minutes: newcomers with few rows, a model over silos, the page of both",
     "advise": "which methods to compare on your data, from measurements: fedbayes advise DATA",
     "run": "train one algorithm: fedbayes run ALGORITHM --data … --rounds … --out DIR",
     "compare": "train several algorithms over several seeds: one table with mean ± spread",

@@ -60,11 +60,11 @@ def progress_bar(total: int | None = None) -> Iterator[Callable[[str, int | None
         yield add
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> Table:
-    """A table whose first column is text and whose others are numbers."""
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **options: Any) -> Table:
+    """A table whose first columns, `words`, are text and whose others are numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left", **options)
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
+        table.add_column(heading, justify="left" if place < words else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -119,6 +119,32 @@ def pooled(scores: Score, members: np.ndarray | None = None) -> Score:
     return Score(*(np.asarray(value)[chosen].sum(axis=0, dtype=np.float64) for value in scores))
 
 
+def answered(score: Score, share: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """The accuracy over each share of the rows, the surest first; rows of one bin of confidence are in any order.
+
+    >>> rows, hits = np.eye(BINS)[-1] * 6 + np.eye(BINS)[7] * 4, np.eye(BINS)[-1] * 6 + np.eye(BINS)[7] * 2
+    >>> answered(Score(*np.zeros(6), rows, 0.9 * rows, hits), np.array([0.3, 0.6, 1.0])).tolist()
+    [1.0, 1.0, 0.8]
+    """
+    rows, hits = (np.concatenate([[0.0], np.cumsum(part[::-1])]) for part in (score.bin_rows, score.bin_hits))
+    return np.interp(share * rows[-1], rows, hits) / (share * rows[-1])
+
+
+def kept(score: Score, accuracy: float) -> float:
+    """The largest share of rows that can be answered, the surest first, with this accuracy (see `answered`).
+
+    >>> rows, hits = np.eye(BINS)[-1] * 6 + np.eye(BINS)[7] * 4, np.eye(BINS)[-1] * 6 + np.eye(BINS)[7] * 2
+    >>> [round(kept(Score(*np.zeros(6), rows, 0.9 * rows, hits), level), 3) for level in (0.7, 0.9)]
+    [1.0, 0.75]
+    """
+    rows, hits = (np.asarray(part, np.float64)[::-1] for part in (score.bin_rows, score.bin_hits))
+    all_rows, all_hits = (np.concatenate([[0.0], np.cumsum(part)]) for part in (rows, hits))
+    last = np.flatnonzero(all_hits >= accuracy * all_rows - 1e-9)[-1]
+    spare = all_hits[last] - accuracy * all_rows[last]  # right answers to spare, which the next bin uses up
+    more = 0.0 if last == len(rows) else rows[last] * max(spare, 0.0) / (accuracy * rows[last] - hits[last])
+    return float((all_rows[last] + more) / all_rows[-1])
+
+
 SHOWN = {False: ("accuracy", "log_score", "ece"), True: ("rmse", "log_score", "calibration_error")}
 """The main figures, for labels and for numbers."""
 HIGHER_IS_BETTER = {"accuracy", "log_score"}

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from fedbayes.evaluation.assess import Evaluation
+from fedbayes.evaluation.assess import MANY, Evaluation, few
 from fedbayes.evaluation.differences import difference_sheet, differences, intervals
-from fedbayes.evaluation.score import HIGHER_IS_BETTER, SHOWN
+from fedbayes.evaluation.score import HIGHER_IS_BETTER, SHOWN, Score, kept, pooled
 from fedbayes.evaluation.tables import PERCENT
 from fedbayes.report import curves, structured
 from fedbayes.report.blocks import Picture, Pictures, Prose, Section, Table, draw
 from fedbayes.report.format import TITLES, distinct, flat, number, scaled, size
+from fedbayes.report.newcomers import newcomers
 from fedbayes.report.records import GROUPS, Record
 from fedbayes.report.sections import evaluation_curves, traffic
 from fedbayes.sheets import WORDS
@@ -116,6 +117,8 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
     if done:
         blocks = [*_results(done, numeric, varied), *_differences(done, numeric, varied)]
         sections.append(Section(f"Results{where}", blocks))
+        if pictures := [] if numeric else _newcomers(done):
+            sections.append(Section(f"Newcomers{where}", [Prose(NEWCOMERS), Pictures(pictures)]))
     sections.append(Section(f"Learning curves{where}", _curves(found, numeric)))
     return [*sections, Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)])]
 
@@ -172,6 +175,34 @@ def _differences(found: Sequence[Method], numeric: bool, varied: bool) -> list[T
         for row in section:
             rows.append([section[0][0].text, *(bold.format(one.text) if one.bold else one.text for one in row[1:])])
     return [Table(sheet.headings, rows, f"D{sheet.title[1:]}, in pairs: {sheet.caption}", WORDS)]
+
+
+NEWCOMERS = (
+    "Clients that never trained, after they adapted. Left: the share of right labels among predictions of like confidence. Right: "
+    "accuracy over the rows that are answered, the surest first."
+)
+
+
+def _newcomers(found: Sequence[Method]) -> list[Picture]:
+    """One for each number of rows that unseen clients adapted with; the first method's shared model beside them."""
+    first = found[0].records[0]
+    pictures = []
+    for mode in sorted((mode for mode in distinct(first, "unseen") if mode.startswith("adapted")), key=few):
+        scores = {f"{found[0].label}, shared": _unseen(found[0], "global")} if "global" in first.figures else {}
+        scores |= {label: _unseen(Method(label, records), mode) for label, records in found}
+        shown = {label: score for label, score in scores.items() if score is not None and score.rows}
+        title = f"Newcomers with {few(mode)} rows" if few(mode) < MANY else "Newcomers with all their rows"
+        kept_of = ", ".join(f"{label} {100 * kept(score, 0.9):.0f} %" for label, score in shown.items())
+        caption = f"{title}. Rows that can be answered with 90 % of the answers right: {kept_of}."
+        pictures += [draw(newcomers, shown, title, caption=caption, wide=True)] if shown else []
+    return pictures
+
+
+def _unseen(method: Method, mode: str) -> Score | None:
+    """Of all newcomers and seeds together; None where a run has no such scores."""
+    each = [one.evaluation for one in method.records]
+    parts = [pooled(one.scores[mode], one.unseen) for one in each if one is not None and mode in one.scores]
+    return Score(*(np.sum(values, axis=0) for values in zip(*parts, strict=True))) if parts else None
 
 
 def _bounded(name: str, values: Sequence[float]) -> tuple[float, ...]:

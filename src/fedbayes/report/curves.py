@@ -85,8 +85,8 @@ def in_order(title: str, values: Mapping[str, np.ndarray], styles: Mapping[str, 
         ordered = np.sort(value) if worst_first else -np.sort(-value)
         curve = thinned(Curve(np.arange(1, len(ordered) + 1), ordered))
         place = styles[name]
-        look: dict[str, Any] = {"color": COLOURS[place], "linewidth": 1.5, "markersize": 2.5, "label": name}
-        axes.plot(curve.x, curve.y, STYLES[place], marker="o" if count <= MARKED else None, **look)
+        look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.5, "markersize": 2.5, "label": name}
+        axes.plot(curve.x, curve.y, STYLES[place % len(STYLES)], marker="o" if count <= MARKED else None, **look)
     axes.set_xlim(0 if count > MARKED else 0.5, count + (0 if count > MARKED else 0.5))
     axes.set_xlabel("clients, the worst first; shaded: the worst tenth")
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,16 @@ from fedbayes.results import folder
 TITLES = {**MAIN_TITLES, "brier": "Brier", "crps": "CRPS", "entropy": "entropy", "mutual_information": "mutual information"}
 TABLED = {False: ("accuracy", "log_score", "brier", "ece", "mce"), True: ("rmse", "log_score", "crps", "calibration_error")}
 STYLES = {"personal": 0, "adapted": 1, "global": 2}  # colour and dash of each mode
+
+
+def styles(modes: Iterable[str]) -> dict[str, int]:
+    """Colour and dash of each mode; those such as adapted:5 follow the usual ones.
+
+    >>> styles(["global", "adapted:5", "adapted:20"])
+    {'personal': 0, 'adapted': 1, 'global': 2, 'adapted:5': 3, 'adapted:20': 4}
+    """
+    more = [mode for mode in modes if mode not in STYLES]
+    return STYLES | {mode: place for place, mode in enumerate(more, len(STYLES))}
 
 
 def number(name: str, value: float) -> str:

@@ -11,7 +11,7 @@ from fedbayes.evaluation.score import HIGHER_IS_BETTER, SHOWN, metrics, pooled
 from fedbayes.report import curves
 from fedbayes.report.blocks import Pictures, Prose, Section, Table, draw
 from fedbayes.report.calibration import reliability
-from fedbayes.report.format import STYLES, TITLES, distinct, number, scaled
+from fedbayes.report.format import TITLES, distinct, number, scaled, styles
 from fedbayes.report.records import Record
 
 WHOLE = 100  # clients up to which a table has all of them
@@ -36,7 +36,7 @@ def clients(record: Record) -> Section:
             medians = ", ".join(f"{mode} {np.median(value):.3g}" for mode, value in values.items())
             caption = f"{TITLES[name]} of each of the {members.sum()} {group} clients, the worst first. Medians: {medians}."
             title, better = f"{TITLES[name]}, {group} clients", name in HIGHER_IS_BETTER
-            pictures.append(draw(curves.in_order, title, values, STYLES, better, caption=caption))
+            pictures.append(draw(curves.in_order, title, values, styles(values), better, caption=caption))
         main = next(mode for mode in ("adapted", "personal", "global") if mode in modes)
         if group == "participating" and "personal" in modes:
             main = "personal"

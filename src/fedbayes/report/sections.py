@@ -14,7 +14,7 @@ from fedbayes.evaluation.score import SHOWN, about_numbers
 from fedbayes.evaluation.tables import PERCENT
 from fedbayes.report import curves
 from fedbayes.report.blocks import Command, Pictures, Prose, Section, Table, draw
-from fedbayes.report.format import STYLES, TABLED, TITLES, count, distinct, flat, number, scaled, size
+from fedbayes.report.format import TABLED, TITLES, count, distinct, flat, number, scaled, size, styles
 from fedbayes.report.labels import distribution_figure
 from fedbayes.report.records import GROUPS, Figures, Record, figures_of
 
@@ -108,7 +108,7 @@ def learning(record: Record) -> Section:
         if found := evaluation_curves(record, group, name):
             ends = ", ".join(f"{mode} {curve.y[-1]:.4g}" for mode, curve in found.items())
             caption = f"{TITLES[name]}, {group} clients: mean over clients, band: one standard deviation. At the end {ends}."
-            pictures.append(draw(curves.over_rounds, f"{TITLES[name]}, {group}", found, STYLES, caption=caption))
+            pictures.append(draw(curves.over_rounds, f"{TITLES[name]}, {group}", found, styles(found), caption=caption))
     return Section("Learning curves", [*blocks, Pictures(pictures)])
 
 

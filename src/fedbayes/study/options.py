@@ -68,6 +68,8 @@ class RunOptions:
     """What the network's outputs mean; by default it follows from the target."""
     choose: bool = True
     """Let the federation choose settings of adapt that are not given, in runs of ten rounds or more."""
+    modes: tuple[str, ...] = ()
+    """Evaluation modes, such as global adapted:5 adapted, the latter after adapt on five rows or all; by default all there are."""
     loop: bool = False
     """Run clients one by one, slower, and name the client and the step if one fails."""
 
@@ -75,7 +77,8 @@ class RunOptions:
     def keywords(self) -> dict[str, Any]:
         """What `simulate` gets of them."""
         backend = "loop" if self.loop else "vmap"
-        return {"cohort": self.cohort, "dropout": self.dropout, "choose": self.choose, "clients": backend}
+        given = {"cohort": self.cohort, "dropout": self.dropout, "choose": self.choose, "clients": backend}
+        return {**given, "modes": self.modes or None}
 
 
 def unbuilt(spec: str) -> Model:
