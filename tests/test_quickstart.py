@@ -52,7 +52,8 @@ def test_abstaining_at_its_ends():
     assert kept(scored(confidence, np.ones(50, bool)), 0.9) == 1
     assert kept(scored(confidence, np.zeros(50, bool)), 0.9) == 0
     picture = newcomers({"right": scored(confidence, np.ones(50, bool)), "wrong": scored(confidence, np.zeros(50, bool))}, "")
-    assert [one.get_text() for one in picture.axes[1].get_legend().get_texts()] == ["right: 100 % answered", "wrong: 0 % answered"]
+    legend = picture.axes[1].get_legend().get_texts()
+    assert [one.get_text() for one in legend] == ["right: 100 % answered", "wrong: 0 % answered"]
 
 
 @pytest.fixture
@@ -68,7 +69,8 @@ def tiny(monkeypatch):
 def test_what_is_printed_follows_from_the_runs(tiny, capsys):
     assert main(["quickstart"]) == 0
     printed = capsys.readouterr().out
-    results = {name: json.loads(Path("runs/quickstart", f"{name}-0", "result.json").read_text()) for name in ("fedavg", "fedhb-niw")}
+    folders = {name: Path("runs/quickstart", f"{name}-0") for name in ("fedavg", "fedhb-niw")}
+    results = {name: json.loads((folder / "result.json").read_text()) for name, folder in folders.items()}
     rows = [("fedavg", "global", "none +shared FedAvg")]
     for mode, size in (("adapted:5", "5"), ("adapted:20", "20"), ("adapted", "all")):
         rows += [("fedavg", mode, f"{size} +fine-tuned FedAvg"), ("fedhb-niw", mode, "FedHBNIW")]
@@ -117,13 +119,15 @@ def test_readme_shows_this_quickstart():
     assert f"The other {options.hold_out} are newcomers" in re.sub(r"\s+", " ", shown)
     assert f"for {run.rounds} rounds" in re.sub(r"\s+", " ", shown)
     assert quickstart.more() in shown
-    assert len(re.findall(r"^.{20}\S.* \d+\.\d +-\d\.\d{3} +\d+\.\d +\d+$", shown, re.MULTILINE)) == 1 + 3 * len(quickstart.STUDY.methods)
+    assert len(re.findall(r"^.{20}\S.* \d+\.\d +-\d\.\d{3} +\d+\.\d +\d+$", shown, re.MULTILINE)) == 1 + 3 * len(
+        quickstart.STUDY.methods
+    )
     assert 5000 < (ROOT / "docs" / "images" / "quickstart.png").stat().st_size < 100_000
 
 
 @pytest.mark.slow
 def test_readme_has_the_numbers_of_a_run(capsys):
-    """`make readme` writes them; which method is ahead may differ from processor to processor, so sentences are not compared."""
+    """`make readme` writes them; which method is ahead may differ from processor to processor, so no sentence is."""
     assert main(["quickstart"]) == 0
     printed = capsys.readouterr().out
     numbers = [line for line in readme().splitlines() if re.search(r"\d\.\d+ ", line) and re.match(r" (\S| {10})", line)]

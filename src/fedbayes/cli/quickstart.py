@@ -216,8 +216,8 @@ def eight_schools() -> SiloFit:
     """The example's model over its silos, by the default method."""
     model = python_file(SCHOOLS, ["population", "silo", "silos"], "the example")
     with progress_bar() as add:
-        options = {"folder": OUT / "eight-schools", "force": True, "callbacks": (add("eight schools", None),)}
-        return fit(model.population, model.silo, model.silos(), **options)
+        bar, folder = add("eight schools", None), OUT / "eight-schools"
+        return fit(model.population, model.silo, model.silos(), folder=folder, force=True, callbacks=(bar,))
 
 
 def beside_nuts(found: SiloFit) -> Table:

@@ -178,8 +178,8 @@ def _differences(found: Sequence[Method], numeric: bool, varied: bool) -> list[T
 
 
 NEWCOMERS = (
-    "Clients that never trained, after they adapted. Left: the share of right labels among predictions of like confidence. Right: "
-    "accuracy over the rows that are answered, the surest first."
+    "Clients that never trained, after they adapted. Left: the share of right labels among predictions of like confidence. "
+    "Right: accuracy over the rows that are answered, the surest first."
 )
 
 

@@ -69,7 +69,7 @@ class RunOptions:
     choose: bool = True
     """Let the federation choose settings of adapt that are not given, in runs of ten rounds or more."""
     modes: tuple[str, ...] = ()
-    """Evaluation modes, such as global adapted:5 adapted, the latter after adapt on five rows or all; by default all there are."""
+    """Evaluation modes, such as global adapted:5 adapted, the latter after adapt on five rows or all; by default all."""
     loop: bool = False
     """Run clients one by one, slower, and name the client and the step if one fails."""
 
