@@ -39,7 +39,7 @@ def update(sets: Mapping[str, Any], rows: Rows) -> None:
 
 
 def measured(name: str, of: Any, rows: Rows, before: advise.Measured | None) -> advise.Measured | None:
-    """What is known of one set; None where no method ran beside FedAvg."""
+    """The evidence of one set; None where no method ran beside FedAvg."""
     base = {seed: one["unseen"] for (data, method, seed), one in rows.items() if (data, method) == (name, "fedavg")}
     others = sorted({method for data, method, _ in rows if data == name and method != "fedavg"})
     if not base or not others:

@@ -18,7 +18,7 @@ PICTURE = ROOT / "docs" / "images" / "quickstart.png"
 
 
 def output() -> str:
-    """What the quickstart prints, in a terminal of 100 columns."""
+    """The output of the quickstart in a terminal of 100 columns."""
     os.environ["COLUMNS"] = "100"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

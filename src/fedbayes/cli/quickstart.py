@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class Newcomers:
-    """How well clients that never trained are served, by method and by the number of rows that they have."""
+    """Scores of clients that never trained, by method and by their number of rows."""
 
     def __init__(self, outcome: Outcome) -> None:
         (results,), (evaluations,), (seed,) = outcome.results.values(), outcome.evaluations.values(), outcome.study.seeds
@@ -95,7 +95,7 @@ class Newcomers:
         self.modes = [mode for mode in self.run.modes if mode.startswith("adapted")]
 
     def label(self, mode: str) -> str:
-        """How many rows a newcomer has."""
+        """The number of rows of a newcomer."""
         return f"{few(mode)} rows" if few(mode) < MANY else "all their rows"
 
     def title(self, name: str) -> str:
