@@ -21,15 +21,14 @@ FEWEST = 5
 def newcomers(methods: Mapping[str, Score], title: str, target: float = 0.9) -> Figure:
     """Confidence and accuracy of each method, and its accuracy over the share of rows that it answers, the surest first.
 
-        Scores are those of all newcomers. A mark is as large as the share of rows that it stands for. The ring is where
-        a method that abstains reaches the target.
+    Scores are those of all newcomers. A mark is as large as the share of rows that it stands for. The ring is where
+    a method that abstains reaches the target.
 
-        >>> from fedbayes.errors import UserError
-    from fedbayes.evaluation.score import BINS
-        >>> rows = np.full(BINS, 4.0)
-        >>> score = Score(60.0, 20.0, -30.0, 15.0, 30.0, 0.0, rows, rows * (np.arange(BINS) + 0.5) / BINS, 0.8 * rows)
-        >>> [axes.get_xlabel() for axes in newcomers({"FedAvg": score}, "5 rows").axes]
-        ['how sure: mean confidence', 'share of rows answered, the surest first']
+    >>> from fedbayes.evaluation.score import BINS
+    >>> rows = np.full(BINS, 4.0)
+    >>> score = Score(60.0, 20.0, -30.0, 15.0, 30.0, 0.0, rows, rows * (np.arange(BINS) + 0.5) / BINS, 0.8 * rows)
+    >>> [axes.get_xlabel() for axes in newcomers({"FedAvg": score}, "5 rows").axes]
+    ['how sure: mean confidence', 'share of rows answered, the surest first']
     """
     if not methods:
         raise UserError("there is no score to draw; give at least one method")
