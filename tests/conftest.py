@@ -35,7 +35,14 @@ def pytest_addoption(parser):
     parser.addoption("--method", help="run all tests of one method's row, and write its golden files where they are missing")
 
 
+SLOW = set((ROOT / "tests" / "slow.txt").read_text().splitlines())
+"""Tests that take more than three seconds and have a quicker one beside them; `make test-all` runs them."""
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker("slow")
     if name := config.getoption("--method"):
         chosen = [item for item in items if "callspec" in vars(item) and item.callspec.params.get("name") == name]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
