@@ -93,6 +93,7 @@ SETS = {
     "adult": Set("Adult by occupation, income", adult("income", "labels"), 60),
     "hours": Set("Adult by occupation, hours (numbers)", adult("hours-per-week", "numbers"), 60),
     "chars": Set("handwritten characters, 55 writers", lambda seed: fb.data.load("chars74k_hnd", hold_out=10, seed=seed), 100),
+    "writers": Set("MNIST by writer, 836 writers", lambda seed: fb.data.load("mnist_writers", seed=seed), 100, cohort=20),
     "fashion": Set(
         "Fashion-MNIST, 5 shards", lambda seed: fb.data.load("fashion_mnist", hold_out=20, seed=seed), 100, cohort=20
     ),
@@ -110,13 +111,19 @@ def cell(name: str, method: str, seed: int) -> dict[str, Any]:
     modes = ("global", *MODES.values())
     fit = fb.simulate(algorithm, clients, of.rounds, seed=seed, cohort=of.cohort, modes=modes)
     seconds, summary = time.perf_counter() - began, fit.evaluation.summary()
-    metrics = ("accuracy", "rmse", "log_score", "ece", "calibration_error")
-    found = {
-        mode: {metric: groups["unseen"][metric]["rows"] for metric in metrics if metric in groups["unseen"]}
-        for mode, groups in summary.items()
-    }
+    found = {group: figures(summary, group) for group in ("unseen", "participating")}
     chosen = [list(one["settings"].values()) for one in fit.result.get("choice", {}).values()]
-    return {"set": name, "method": method, "seed": seed, "seconds": round(seconds, 1), "unseen": found, "chosen": chosen}
+    return {"set": name, "method": method, "seed": seed, "seconds": round(seconds, 1), **found, "chosen": chosen}
+
+
+def figures(summary: Any, group: str) -> dict[str, dict[str, float]]:
+    """Figures of a group of clients over its rows, for each mode."""
+    metrics = ("accuracy", "rmse", "log_score", "ece", "coverage")
+    return {
+        mode: {metric: round(groups[group][metric]["rows"], 5) for metric in metrics if metric in groups[group]}
+        for mode, groups in summary.items()
+        if group in groups
+    }
 
 
 def rows() -> dict[tuple[str, str, int], dict[str, Any]]:

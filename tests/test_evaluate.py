@@ -98,6 +98,7 @@ def test_normal_figures_from_their_definitions():
     assert found["crps"] == pytest.approx(crps.mean(), rel=1e-4)
     assert found["variance"] == pytest.approx((deviation**2).mean(), rel=1e-5)
     assert found["epistemic_variance"] == pytest.approx(epistemic.mean(), rel=1e-5)
+    assert found["coverage"] == pytest.approx((np.abs(level - 0.5) <= 0.45).mean(), abs=1e-6)
     assert found["calibration_error"] == pytest.approx(np.abs((level[:, None] < levels).mean(0) - levels).mean(), abs=1e-6)
 
 

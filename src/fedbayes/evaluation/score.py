@@ -22,6 +22,7 @@ from fedbayes.algorithm import Data
 from fedbayes.models import Likelihood
 from fedbayes.models.predictive import distribution_function, is_numeric, moments, probabilities, uncertainty
 
+INTERVAL = 0.9  # of a numeric target's distribution: the central interval whose coverage is counted
 BINS = 15  # of confidence, for ECE and MCE; of the predictive distribution function, for a numeric target
 
 
@@ -36,7 +37,7 @@ class Score(NamedTuple):
     epistemic: Float[Array | np.ndarray, "*clients"]  # mutual information; for numbers: variance of the mean
     bin_rows: Float[Array | np.ndarray, "*clients bins"]
     bin_confidence: Float[Array | np.ndarray, "*clients bins"]
-    bin_hits: Float[Array | np.ndarray, "*clients bins"]
+    bin_hits: Float[Array | np.ndarray, "*clients bins"]  # right labels; for numbers: rows inside the central 90 % interval
 
 
 SHAPES = ((),) * 6 + ((BINS,),) * 3  # of the fields of one client's `Score`
@@ -83,7 +84,8 @@ def _numbers(likelihood: Likelihood, draws: Array, y: Array) -> tuple[Array, ...
     crps = deviation * (z * (2 * below - 1) + 2 * density - np.float32(1 / np.sqrt(np.pi)))
     level = jnp.mean(distribution_function(likelihood, draws, y[None]), axis=0)
     place = jnp.clip(jnp.floor(level * BINS).astype(jnp.int32), 0, BINS - 1)
-    return (y - mean) ** 2, crps, total, epistemic, place, level, jnp.ones_like(y)
+    within = (jnp.abs(level - 0.5) <= INTERVAL / 2).astype(jnp.float32)
+    return (y - mean) ** 2, crps, total, epistemic, place, level, within
 
 
 def about_numbers(figures: dict[str, dict[str, Any]]) -> bool:
@@ -95,7 +97,8 @@ def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:
     """The figures that follow from a score; with leading axes, one figure for each entry. No rows give NaN.
 
     ECE = Σ_b n_b/n |accuracy_b − confidence_b| and MCE is its largest gap. For numbers `calibration_error` is the mean gap
-    between the share of rows below the predictive quantiles 1/15, …, 14/15 and those levels.
+    between the share of rows below the predictive quantiles 1/15, …, 14/15 and those levels, and `coverage` the share of rows
+    inside the central 90 % interval.
     """
     score = Score(*(np.asarray(value, np.float64) for value in score))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -104,7 +107,8 @@ def metrics(score: Score, numeric: bool) -> dict[str, np.ndarray]:
         if numeric:
             gaps = np.abs(np.cumsum(share, axis=-1)[..., :-1] - np.arange(1, BINS) / BINS)
             found = {"rmse": np.sqrt(mean["error"]), "log_score": mean["log_score"], "crps": mean["brier"]}
-            found |= {"calibration_error": gaps.mean(axis=-1), "variance": mean["total"]}
+            found |= {"calibration_error": gaps.mean(axis=-1), "coverage": score.bin_hits.sum(axis=-1) / score.rows}
+            found |= {"variance": mean["total"]}
             return found | {"epistemic_variance": mean["epistemic"]}
         filled = score.bin_rows > 0
         gaps = np.where(filled, np.abs(score.bin_hits - score.bin_confidence) / np.where(filled, score.bin_rows, 1), 0)
