@@ -283,3 +283,22 @@ def test_a_correction_is_refused_where_there_are_too_many_latents():
     assert fit.result["verdict"]["verdict"] != "good"
     with pytest.raises(UserError, match="there are 50 global latents, but draws of more than 40 cannot be corrected"):
         fit.correct()
+
+
+def test_seven_scales_that_touch_zero_among_twenty_latents_have_their_tails():
+    n, touching = 20, 7
+    mean, sd = np.r_[np.zeros(n - touching), np.full(touching, -0.45)], np.r_[np.ones(n - touching), np.full(touching, 0.65)]
+    q = gaussian.Global(jnp.asarray(mean, jnp.float32), jnp.asarray(np.log(sd), jnp.float32), None)
+
+    def ask(z, number):
+        logs = z[:, n - touching :]  # of half-normal scales
+        evidence = np.sum(logs - np.exp(2 * logs) / 2, axis=1) - np.sum(z[:, : n - touching] ** 2, axis=1) / 2
+        return Told(evidence, np.zeros(len(z)), *np.zeros(4))
+
+    found = corrected(Sampler(q, lambda z: np.zeros(len(z)), ask, seed=1))
+    centre = found.weights @ found.z
+    right = np.sqrt(np.pi**2 / 8)  # standard deviation of log |e|, e ~ N(0, 1)
+    ratio = np.sqrt(found.weights @ (found.z - centre) ** 2)[n - touching :] / right
+    assert found.enough
+    assert ratio.min() > 0.8, ratio
+    assert ratio.max() < 1.2, ratio

@@ -53,8 +53,6 @@ TRUSTED = 0.7
 MIXED = 1.05
 """The r-hat up to which chains at the server are."""
 COMPONENTS, TAILS = 4, 10
-PER_TAIL = 0.04
-"""The share of points in the tail of each skewed latent."""
 
 Ask = Callable[[Points, int], Told]
 """What silos tell about points in the evidence round of this number, from 1 on."""
@@ -315,8 +313,7 @@ class Sampler:
                 found = [top._replace(share=0.6), *mixtures.scaled(found, 0.4)]
             whole = mixtures.fitted(points, weights, 1)[0]
             wide = whole._replace(share=1.0, root=1.5 * whole.root, degrees=3.0)
-            tails = mixtures.tails(points, weights, TAILS)
-            rest = [*mixtures.scaled(tails, PER_TAIL * len(tails)), wide._replace(share=0.1)]
+            rest = [*mixtures.scaled(mixtures.tails(points, weights, TAILS), 0.2), wide._replace(share=0.1)]
             return [*mixtures.scaled(found, 1 - sum(one.share for one in rest)), *rest]
 
         plain = of(self.z, self.log_p)
