@@ -43,9 +43,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid in SLOW:
             item.add_marker("slow")
-        # A module's tests share its fixtures and compiled programs: on two workers both would be made twice.
-        if item.path.parent == ROOT / "tests" and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if name := config.getoption("--method"):
         chosen = [item for item in items if "callspec" in vars(item) and item.callspec.params.get("name") == name]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
