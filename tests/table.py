@@ -79,6 +79,6 @@ def methods(kind=None, often=OFTEN):
 
 
 def method(name, *more, often=OFTEN, id=None):
-    """One such parameter. All tests of a method go to one worker, as they share its compiled programs."""
+    """One such parameter."""
     slow = [] if name in often else [pytest.mark.slow]
-    return pytest.param(name, *more, marks=[pytest.mark.xdist_group(name), *slow], id=id)
+    return pytest.param(name, *more, marks=slow, id=id)

@@ -21,16 +21,11 @@ from fedbayes.primitives.gaussian import Natural
 QUICK = {"draws": 40, "most": 80}
 
 
-on_one_worker = pytest.mark.xdist_group("hierarchy-by-ep")
-"""Of what shares a fit."""
-
-
 @pytest.fixture(scope="session")
 def hierarchy():
     return fb.fit(population, silo, partition(4, 4, 4))
 
 
-@on_one_worker
 def test_exact_on_a_conjugate_hierarchy(hierarchy):
     q = hierarchy.shared.eta
     assert float(abs(q.mean[0] - MEAN)) < 0.05 * DEVIATION
@@ -45,7 +40,6 @@ def test_more_draws_more_digits():
     assert float(jnp.exp(q.log_scale[0])) == pytest.approx(DEVIATION, rel=0.02)
 
 
-@on_one_worker
 def test_it_stops_by_itself_and_says_so(hierarchy):
     assert hierarchy.result["rounds"] == hierarchy.simulation.round < 15
     assert hierarchy.result["verdict"]["verdict"] == "good"
@@ -53,7 +47,6 @@ def test_it_stops_by_itself_and_says_so(hierarchy):
     assert hierarchy.result["bound"] is None
 
 
-@on_one_worker
 def test_local_posteriors_are_draws_by_chain(hierarchy):
     found = hierarchy.local_posterior("s1", 2000)
     assert found.posterior.sizes["chain"] == 4

@@ -31,7 +31,6 @@ from fedbayes.results.verdict import VERDICTS
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("flower"),
     pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="needs fedbayes[flower]"),
 ]
 ROUNDS, SITES = 3, 2
