@@ -22,9 +22,9 @@ means and deviations is the Wasserstein barycentre of the clients' Gaussians; th
 20,000 weights and more the noise of a round's steps comes from a pool that is drawn once for it, in windows at random places
 and with random signs (`gaussian.draw`).
 
-With ρ = −200 no deviation is left, and with kl = 0, prior="last" and whole=False the rest is FedPer; with `alternate`, FedRep; with the split turned round,
-LG-FedAvg; each with the same `uniform` and `population`, as kl = 0 leaves no prior to use v. The paper does not say which
-parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on (11) would undo the one on (10); if the
+With ρ = −200 no deviation is left, and with kl = 0, prior="last" and whole=False the rest is FedPer; with `alternate`, FedRep;
+with the split turned round, LG-FedAvg; each with the same `uniform` and `population`, as kl = 0 leaves no prior to use v. The
+paper does not say which parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on (11) would undo the one on (10); if the
 prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the prior in (10) does not, and the copy is
 returned.
 
