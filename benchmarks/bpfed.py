@@ -72,7 +72,7 @@ def sgd(size: str, lr: float) -> fb.Training:
 
 
 METHODS = {
-    "bpfed": lambda model, size: fb.BPFed(model, train=adam(size), tune=TUNE, **PAPER),
+    "bpfed": lambda model, size: fb.BPFed.paper(model, train=adam(size), tune=TUNE),
     "pfedbayes": lambda model, size: fb.PFedBayes(model, train=adam(size), tune=TUNE),
     "fedsoul": lambda model, size: fb.FedPop(model, form="langevin", eta=1e-3, prior_step=0.5, steps=20, train=adam(size)),
     "fedper": lambda model, size: fb.FedPer(model, train=adam(size), tune=TUNE, **PAPER),
@@ -410,8 +410,8 @@ def cost() -> str:
         train = adam("small", epochs=10)
         methods = [fb.FedPer(model, train=train, **PAPER)]
         for local in (False, True):
-            methods.append(fb.BPFed(model, train=train, reinforce=False, local_reparametrisation=local, **PAPER))
-        methods.append(fb.BPFed(model, train=train, **PAPER))
+            methods.append(fb.BPFed.paper(model, train=train, reinforce=False, local_reparametrisation=local))
+        methods.append(fb.BPFed.paper(model, train=train))
         rounds = [prepared(method, rows) for method in methods]
         times: list[list[float]] = [[] for _ in methods]
         for _ in range(100):

@@ -29,7 +29,8 @@ TABLE = {
         model, constructor=(8,), draws=3, train=fb.Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),
     # Not by Adam, which makes steps of rounding errors where a slope is nearly 0.
-    "bpfed": lambda model: fb.BPFed(model, kl=0.1, draws=3, train=TRAIN, tune=TUNE),
+    "bpfed": lambda model: fb.BPFed.paper(model, population=True, kl=0.1, draws=3, train=TRAIN, tune=TUNE),
+    "bpfed-population": lambda model: fb.BPFed(model, draws=3, train=TRAIN, tune=TUNE),
     "lg-fedavg": lambda model: fb.LGFedAvg(model, train=TRAIN, tune=TUNE),
     "per-fedavg": lambda model: fb.PerFedAvg(model, alpha=0.1, train=fb.Training(2, batch=8, lr=0.2)),
     "pfedme": lambda model: fb.PFedMe(model, lam=2.0, personal_lr=0.1, train=fb.Training(3, batch=8, lr=0.1)),
@@ -56,7 +57,7 @@ TABLE = {
     "pvi": lambda population, silo: fb.PVI(population, silo, steps=5),
 }
 
-VARIANTS = {"fedpop-laplace": "fedpop", "fedpop-feature": "fedpop"}
+VARIANTS = {"bpfed-population": "bpfed", "fedpop-laplace": "fedpop", "fedpop-feature": "fedpop"}
 """Rows that are another form of a registered algorithm."""
 
 

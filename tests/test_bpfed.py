@@ -1,5 +1,6 @@
 """BPFed and Gaussian networks against what is known exactly: special cases, conjugate regression, moments."""
 
+import dataclasses
 import functools
 
 import jax
@@ -36,7 +37,7 @@ POINT = -200.0
 @pytest.mark.parametrize("local", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_deviations_and_divergence_it_is_fedper(clients, model, local, population):
     options = {"train": TRAIN, "tune": TUNE, "population": population}
-    bpfed = BPFed(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, **options)
+    bpfed = BPFed.paper(model, rho=POINT, kl=0.0, uniform=False, local_reparametrisation=local, draws=1, **options)
     one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedPer(model, **options)))
     assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
     assert_close(one.state.population, other.state.population, 1e-6)
@@ -48,13 +49,14 @@ def test_without_deviations_and_divergence_it_is_fedper(clients, model, local, p
 
 def test_in_turns_it_is_fedrep(clients, model):
     options = {"head": TRAIN, "train": TUNE, "tune": TUNE, "uniform": True}
-    bpfed = BPFed(model, rho=POINT, kl=0.0, alternate=True, **options)
+    bpfed = BPFed.paper(model, population=True, rho=POINT, kl=0.0, alternate=True, **options)
     one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, FedRep(model, **options)))
     assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
 
 
 def test_with_the_split_turned_round_it_is_lg_fedavg(clients, model):
-    bpfed = BPFed(model, ("body",), rho=POINT, kl=0.0, uniform=False, train=TRAIN, tune=TUNE)
+    options = {"train": TRAIN, "tune": TUNE}
+    bpfed = BPFed.paper(model, personal=("body",), population=True, rho=POINT, kl=0.0, uniform=False, **options)
     one, other = (simulated(method, clients, 3, cohort=3) for method in (bpfed, LGFedAvg(model, train=TRAIN, tune=TUNE)))
     assert_close(one.state.zeta.mean, other.state.shared, 1e-6)
 
@@ -93,7 +95,7 @@ def mean_field(data, mean, sigma):
 
 def exact(rho=0.0, **options):
     """BPFed that takes many full-batch steps with many draws."""
-    defaults = {"rho": rho, "personal": ("own",), "reinforce": False, "M": 512, "local_reparametrisation": False}
+    defaults = {"rho": rho, "personal": ("own",), "kl": 1.0, "M": 512, "local_reparametrisation": False}
     train = Training(epochs=600, optimiser="adam", batch=1000, lr=0.02)
     return BPFed(line(4), **{**defaults, "train": train, "tune": train, **options})
 
@@ -148,7 +150,7 @@ def test_two_rounds_on_halves_are_one_round_on_both():
 def test_a_round_is_the_fit_from_its_prior(clients, model, alternate, reinforce):
     """In the second round the prior is what the client kept of the first and what the server made of it, not the start."""
     training = Training(2, "adam", 8, lr=0.02)
-    algorithm = BPFed(model, alternate=alternate, reinforce=reinforce, head=training, train=training, population=False)
+    algorithm = BPFed.paper(model, alternate=alternate, reinforce=reinforce, head=training, train=training)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     server, local = algorithm.init_server(KEY), algorithm.init_local(jax.random.key(4), data)
     client, fit = jax.jit(algorithm.client), jax.jit(functools.partial(algorithm._fit, training=training))
@@ -203,7 +205,7 @@ def test_averages_of_two_gaussians(model, average, mean, sigma):
 
 
 def test_without_a_population_only_the_shared_part_leaves(clients, model):
-    algorithm = BPFed(model, population=False)
+    algorithm = BPFed.paper(model)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     report = wire.text(wire.manifest(algorithm, data))
     assert "zeta" in report
@@ -288,7 +290,7 @@ def test_large_networks_draw_from_a_pool_that_changes_from_step_to_step():
 def test_a_step_with_its_copy_by_hand():
     """(10) and (11) by SGD, on a minibatch: q moves under the fixed prior, then the copy moves towards q, both divided by n."""
     network, data = line(4), regression(30)
-    algorithm = BPFed(network, ("own",), kl=2.0, rho=-1.0, train=Training(epochs=1, batch=30, lr=0.1))
+    algorithm = BPFed(network, ("own",), kl=2.0, rho=-1.0, reinforce=True, train=Training(epochs=1, batch=30, lr=0.1))
     server, local = algorithm.init_server(KEY), algorithm.init_local(KEY, data)
     prior = MeanField(*(trees.merge(*pair) for pair in zip(local.eta, server.zeta, strict=True)))
     q = jax.tree.map(lambda leaf: leaf + 0.3, prior)
@@ -360,7 +362,7 @@ def test_deviations_are_less_for_more_rows():
     x = generator.normal(size=(len(client), 4)).astype(np.float32)
     y = (x[:, 0] + 0.5 * generator.normal(size=len(client)) > 0).astype(np.int64)
     network = mlp((4,), Categorical(2), hidden=())
-    algorithm = BPFed(network, ("head/bias",), rho=-1.0, train=Training(30, "adam", 20, lr=0.02), draws=100)
+    algorithm = BPFed(network, ("head/bias",), kl=1.0, rho=-1.0, train=Training(30, "adam", 20, lr=0.02), draws=100)
     scores = []
     for index in range(2):
         one = Clients.build(x[client == index], y[client == index], client[client == index], test=0.3, name="one")
@@ -376,16 +378,48 @@ def test_bad_options_are_refused(model):
     for options, word in (({"rho": -200.0}, "rho"), ({"train": Training(weight_decay=0.1)}, "weight_decay")):
         with pytest.raises(UserError, match=word):
             BPFed(model, **options)
+    with pytest.raises(UserError, match='give prior="last", or leave population=True'):
+        BPFed(model, population=False)
     with pytest.raises(UserError, match="covers every parameter"):
         BPFed(model, ("body", "head")).init_server(KEY)
 
 
 def test_rounds_of_adapt_have_the_last_posterior_as_prior(clients, model):
-    bpfed = BPFed(model, train=TRAIN, tune=TUNE)
+    bpfed = BPFed(model, prior="last", whole=False, train=TRAIN, tune=TUNE)
     down, local = bpfed.broadcast(KEY, bpfed.init_server(KEY)), bpfed.init_local(KEY, None)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([1], 30))
-    twice = BPFed(model, train=TRAIN, tune=TUNE, tune_rounds=2).adapt(KEY, down, local, data)
+    twice = dataclasses.replace(bpfed, tune_rounds=2).adapt(KEY, down, local, data)
     once = bpfed.adapt(jax.random.fold_in(KEY, 0), down, local, data)
     assert_close(twice, bpfed.adapt(jax.random.fold_in(KEY, 1), down, once, data), 1e-6)
     with pytest.raises(UserError, match="tune_rounds is 0"):
         BPFed(model, tune_rounds=0)
+
+
+def test_the_population_is_the_prior_of_every_round(clients, model):
+    """What a client kept of its last round changes neither its next one nor `adapt`, but what it predicts."""
+    bpfed = BPFed(model, train=TRAIN, tune=TUNE, draws=2)
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([1], 30))
+    down, new = bpfed.broadcast(KEY, bpfed.init_server(KEY)), bpfed.init_local(KEY, data)
+    up, kept = bpfed.client(KEY, down, new, data)
+    again, _ = bpfed.client(KEY, down, kept, data)
+    assert_close(again, up, 0)
+    assert_close(bpfed.adapt(KEY, down, kept, data), bpfed.adapt(KEY, down, new, data), 0)
+    assert not np.allclose(bpfed.predict(KEY, down, kept, data.x), bpfed.predict(KEY, down, new, data.x))
+    last, _ = dataclasses.replace(bpfed, prior="last").client(KEY, down, kept, data)
+    assert not np.allclose(last.zeta.first["body"]["dense0"]["kernel"], up.zeta.first["body"]["dense0"]["kernel"])
+
+
+def test_adapt_fits_all_layers_or_the_personal_ones_alone(clients, model):
+    bpfed = BPFed(model, train=TRAIN, tune=TUNE)
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([1], 30))
+    down, new = bpfed.broadcast(KEY, bpfed.init_server(KEY)), bpfed.init_local(KEY, data)
+    whole, head = bpfed.adapt(KEY, down, new, data), dataclasses.replace(bpfed, whole=False).adapt(KEY, down, new, data)
+    assert head.zeta is None
+    before = down.zeta.mean["body"]["dense0"]["kernel"]
+    assert float(jnp.abs(whole.zeta.mean["body"]["dense0"]["kernel"] - before).max()) > 1e-3
+    slow = dataclasses.replace(bpfed, tune=Training(epochs=50, batch=8, lr=1e-3))
+    moved = []
+    for kl in (0.0, 1.0):  # ζ is the prior of the layers that it gives
+        found = dataclasses.replace(slow, kl=kl).adapt(KEY, down, new, data)
+        moved.append(float(jnp.abs(found.zeta.mean["body"]["dense0"]["kernel"] - before).max()))
+    assert moved[1] < moved[0] / 5

@@ -209,7 +209,7 @@ def test_newcomers_of_digits_gain_and_the_global_mode_is_far_above_chance(name):
     algorithm = fb.algorithms.find(name)(model)
     if name == "bpfed":
         train = fb.Training(epochs=2, optimiser="adam", batch=32, lr=0.005)
-        algorithm = dataclasses.replace(algorithm, train=train, tune=dataclasses.replace(train, epochs=5))
+        algorithm = type(algorithm).paper(model, train=train, tune=dataclasses.replace(train, epochs=5))
     found = {}
     for shared in (True, False):
         fit = fb.simulate(dataclasses.replace(algorithm, population=shared), clients, 15)

@@ -1,29 +1,36 @@
 """BPFed: a Gaussian network whose layers are shared or personal (Chen, Liu, Cao and Zhang 2023, sections III and IV).
 
     ζ = (μ_ζ, σ_ζ): the shared layers θ ~ N(μ_ζ, σ_ζ²);     η_i = (μ_η, σ_η): a client's own layers φ_i ~ N(μ_η, σ_η²)
-    prior π_i of round t:   the shared part as it was broadcast, ζ^t, and the personal part of its last round, η_i^{t−1}
-    client:  for each minibatch, a step of q = N(μ_η, σ_η²) N(μ_ζ, σ_ζ²), both parts together, on
+    prior π_i of round t:   of the shared part ζ^t as it was broadcast; of the personal part the population's N(m, v), or with
+             prior="last", as in the paper, what the client kept of its last round, η_i^{t−1}
+    client:  from q = π_i, for each minibatch, a step of q = N(μ_η, σ_η²) N(μ_ζ, σ_ζ²), both parts together, on
              Q_i = −n/b 1/M Σ_j Σ_m log p(D_i^j | φ_m, θ_m) + KL(q ‖ π_i),   φ_m, θ_m ~ q            (8–10)
-             then one of a copy of π_i on the divergence alone, KL(q ‖ copy), so that it follows q    (11)
-             what it keeps of η_i and sends of ζ_i is that copy
+             with `reinforce`, then one of a copy of π_i on the divergence alone, KL(q ‖ copy)        (11)
+             it keeps η_i and sends ζ_i, of q or, with `reinforce`, of that copy
     server:  ζ^{t+1} = 1/S Σ_i ζ_i,  means and deviations alike
-    adapt:   the personal part alone is fitted to the client's rows, under ζ, in one round or more
-    a client without an η of its own:  η = N(m, v), m = mean of μ_i,  v = mean of (σ_i² + μ_i²) − m²  over clients
+             m = mean of μ_i,  v = mean of (σ_i² + μ_i²) − m²  over clients
+    adapt:   (10) on the client's rows from the same prior, in one round or more: both parts, or the personal part alone under ζ
+    a client without an η of its own predicts with η = N(m, v)
 
-A client's round starts at its prior, so π_i is q as it was. m and v are learnt from sums (`primitives.population`); with
-population=False, as in the paper, no number of η leaves a client, and a new client's η is random.
+Under the population's prior, rows that come back are counted once, and m is trained as a shared last layer is. Under the last
+posterior they are counted again in each round, deviations fall, and clients with few labels each train a last layer whose
+mean over clients predicts badly. m and v are learnt from sums (`primitives.population`); with population=False, as in the
+paper, no number of η leaves a client, its prior is "last", and a new client's η is random.
 
-Without (11), `reinforce=False`, q itself is kept and sent; that is Bayes' rule for rows that are new in each round. Rows that
-come back are counted again, and deviations fall from round to round; `kl` above 1 holds against it. The mean of means and
-deviations is the Wasserstein barycentre of the clients' Gaussians; the other averages are options. In networks of 20,000
-weights and more the noise of a round's steps comes from a pool that is drawn once for it, in windows at random places and with
-random signs (`gaussian.draw`).
+`BPFed.paper` has the published settings: prior="last", kl = 1, (11), Adam, and `adapt` of the personal part alone. The mean of
+means and deviations is the Wasserstein barycentre of the clients' Gaussians; the other averages are options. In networks of
+20,000 weights and more the noise of a round's steps comes from a pool that is drawn once for it, in windows at random places
+and with random signs (`gaussian.draw`).
 
-With ρ = −200 no deviation is left, and with kl = 0 the rest is FedPer; with `alternate`, FedRep; with the split turned round,
-LG-FedAvg; each with the same `uniform` and `population`, as kl = 0 leaves no prior to use v. The paper does not say which
-parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on (11) would undo the one on (10); if the
-prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the prior in (10) does not, and the copy is
-returned.
+With ρ = −200 no deviation is left, and with kl = 0, prior="last" and whole=False the rest is FedPer; with `alternate`, FedRep;
+with the split turned round, LG-FedAvg; each with the same `uniform` and `population`, as kl = 0 leaves no prior to use v. The
+paper does not say which parameters (11) moves and which of two copies it returns. If it moved q, an Adam step on (11) would
+undo the one on (10); if the prior in (10) moved as pFedBayes' does, nothing would hold q. Here the copy moves, the prior in
+(10) does not, and the copy is returned.
+
+Steps on the divergence are explicit. By SGD they are stable while lr kl/(σ² n) < 2 (1 + momentum), σ the prior's deviation:
+with the σ = .007 of ρ = −5 and lr = .1 a kl of 1 diverges for clients of fewer than 580 rows. With a larger kl, give a larger
+rho or Adam.
 
 Reference:
     Chen, Liu, Cao, Zhang. Bayesian personalized federated learning with shared and personalized uncertainty
@@ -42,6 +49,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Params, Sum, setting
+from fedbayes.errors import UserError
 from fedbayes.primitives import gaussian, gaussian_network, population
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
@@ -59,10 +67,12 @@ class Server(NamedTuple):
 
 
 class Local(NamedTuple):
-    """η, the client's own layers, and whether it has them yet; until then the population stands for them."""
+    """η, the client's own layers, and whether it has them yet; until then the population stands for them. After `adapt` with
+    `whole` also a ζ of the client's own."""
 
     eta: MeanField
     own: Bool[Array, ""] | None = None
+    zeta: MeanField | None = None
 
 
 class Down(NamedTuple):
@@ -99,21 +109,34 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     ('head',)
     """
 
-    published: ClassVar[Mapping[str, Any]] = {"population": False}
+    published: ClassVar[Mapping[str, Any]] = {
+        "population": False,
+        "prior": "last",
+        "kl": 1.0,
+        "reinforce": True,
+        "rho": -3.0,
+        "head": Training(epochs=10, optimiser="adam", batch=50, lr=0.001),
+        "train": Training(epochs=10, optimiser="adam", batch=50, lr=0.001),
+        "tune": Training(epochs=20, optimiser="adam", batch=50, lr=0.001),
+        "whole": False,
+    }
 
     personal: tuple[str, ...] = ("head",)
     """Paths of the layers that stay with the client."""
-    kl: float = setting(1.0, least=0, which="weighs a divergence")
-    """Weight of the KL divergence in (10) and (11)."""
-    reinforce: bool = True
+    kl: float = setting(0.001, least=0, which="weighs a divergence")
+    """Weight of the KL divergence in (10) and (11). 1 is Bayes' rule, under which the narrow deviations of the start, as a
+    prior, let clients with few rows hardly move."""
+    reinforce: bool = False
     """Whether a copy of the prior follows q by (11) and is what leaves and stays, instead of q."""
+    prior: Literal["population", "last"] = setting("population", "last")
+    """Prior of a client's η in each round, where the round also starts: the population's N(m, v), or its own last posterior."""
     alternate: bool = False
     """Whether a round moves the personal layers first, by `head`, then the shared ones, by `train`, instead of all together."""
     average: Literal["wasserstein", "plain", "precision"] = setting("wasserstein", "plain", "precision")
     """What the server averages: deviations; ρ, as pFedBayes does; or precisions, which also weigh the means."""
     uniform: bool = True
     """Whether every client counts the same, instead of by its rows."""
-    rho: float = -3.0
+    rho: float = -5.0
     """ρ at the start."""
     spread: float | None = None
     """Deviation of the means at the start; None starts them as the network does."""
@@ -123,18 +146,23 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
     draws: int = setting(20, least=1)
     """Networks that a prediction averages."""
-    head: Training = Training(epochs=10, optimiser="adam", batch=50, lr=0.001)
+    head: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """First part of a client's round, on the personal layers; only with `alternate`."""
-    train: Training = Training(epochs=10, optimiser="adam", batch=50, lr=0.001)
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
-    tune: Training = tuning(epochs=20, optimiser="adam", batch=50, lr=0.001)
-    """Fitting the personal layers in `adapt`."""
+    tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
+    """Fitting in `adapt`."""
+    whole: bool = True
+    """Whether `adapt` fits the shared layers too, with ζ as their prior, instead of the personal ones alone."""
     tune_rounds: int = setting(1, least=1)
     """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under
     the prior of the start; with few rows, more of them get away from a start that says nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prior == "population" and not self.population:
+            given = 'prior is "population", but with population=False no population is learnt'
+            raise UserError(f'{given}; give prior="last", or leave population=True')
         gaussian_network.check(self.rho, self.kl, self.head, self.train, self.tune)
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -156,7 +184,7 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on (10) and (11) from the prior, on both parts or on one after the other."""
-        prior, zeta = self._begin(down, local), down.zeta
+        prior, zeta = self._prior(down, local), down.zeta
         if not self.alternate:
             q, loss = self._fit(_merge(prior, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data)
             eta, zeta = _split(q, self.personal)
@@ -176,22 +204,24 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         return Server(zeta, number, optimiser, population.next(server.population, up.population, self.N))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Fit the personal layers, with what the client has of them, or else the population, as their prior; q is kept."""
-        alone = dataclasses.replace(self, reinforce=False)
+        """Fit both parts, or the personal one alone, from their prior; q is kept."""
+        start, zeta = self._prior(down, local), None if self.whole else down.zeta
+        q = _merge(start, down.zeta) if self.whole else start
 
-        def fitted(eta: MeanField, key: PRNGKeyArray) -> MeanField:
-            return alone._fit(eta, down.zeta, eta, self.tune, self.tune.lr_of(1), key, data)[0]
+        def fitted(q: MeanField, key: PRNGKeyArray) -> MeanField:
+            return self._fit(q, zeta, q, self.tune, self.tune.lr_of(1), key, data, reinforce=False)[0]
 
-        eta = self._begin(down, local)
         if self.tune_rounds == 1:
-            eta = fitted(eta, key)
+            q = fitted(q, key)
         else:
-            eta = jax.lax.fori_loop(0, self.tune_rounds, lambda t, eta: fitted(eta, jax.random.fold_in(key, t)), eta)
-        return Local(eta, jnp.bool_(True))
+            q = jax.lax.fori_loop(0, self.tune_rounds, lambda t, q: fitted(q, jax.random.fold_in(key, t)), q)
+        eta, zeta = _split(q, self.personal) if self.whole else (q, None)
+        return Local(eta, jnp.bool_(True), zeta)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of both parts; of the population's personal part where the client has none."""
-        return gaussian_network.predict(self.model, key, _merge(self._begin(down, local), down.zeta), x, self.draws)
+        zeta = down.zeta if local.zeta is None else local.zeta
+        return gaussian_network.predict(self.model, key, _merge(self._begin(down, local), zeta), x, self.draws)
 
     def _init(self, key: PRNGKeyArray) -> tuple[MeanField, MeanField]:
         return _split(gaussian_network.init(self.model, key, self.rho, self.spread), self.personal)
@@ -199,6 +229,11 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     def _variance(self, eta: MeanField) -> Params | None:
         """σ², where there is a prior to make of it."""
         return jax.tree.map(lambda rho: gaussian.deviation(rho) ** 2, eta.rho) if self.kl else None
+
+    def _prior(self, down: Down, local: Local) -> MeanField:
+        """The prior of η, where its round starts."""
+        fresh = self.prior == "population" and local.own is not None
+        return self._begin(down, local._replace(own=jnp.bool_(False)) if fresh else local)
 
     def _begin(self, down: Down, local: Local) -> MeanField:
         """η; where the client has none, N(m, v) of the population, or without a prior m with the deviations of the start."""
@@ -220,6 +255,8 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         lr: Any,
         key: PRNGKeyArray,
         data: Data,
+        *,
+        reinforce: bool | None = None,
     ) -> tuple[MeanField, Float[Array, ""]]:
         """Epochs on (10), divided by n; the part that is fixed has no divergence that could change."""
         n, held = jnp.maximum(rows(data), 1), gaussian.prior(prior)
@@ -235,8 +272,9 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
                 self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation
             )
 
-        reinforce = self.kl > 0 and self.reinforce
-        terms = ((lambda q, _: divergence(q, held)) if self.kl else None, divergence if reinforce else None)
+        weighs = not (isinstance(self.kl, int | float) and self.kl == 0)  # in `adapt` it may be traced
+        reinforce = weighs and (self.reinforce if reinforce is None else reinforce)
+        terms = ((lambda q, _: divergence(q, held)) if weighs else None, divergence if reinforce else None)
         q, copy, loss = gaussian_network.follow(
             self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving)
         )
