@@ -17,7 +17,8 @@ from fedbayes.engine import keys, reduce, silo_programs
 from fedbayes.engine import round as steps
 from fedbayes.errors import UserError
 from fedbayes.models.structured import numbers
-from fedbayes.results.correction import Standardised, Tilted
+from fedbayes.results.coordinates import Standardised
+from fedbayes.results.correction import Tilted
 from fedbayes.results.mixtures import Points
 from fedbayes.results.structured_fit import global_numbers, summarised
 from fedbayes.results.verdict import LARGEST, Case, assess

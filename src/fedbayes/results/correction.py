@@ -2,7 +2,8 @@
 
     points   z_s ~ a mixture: q, and t densities around it that are wider          first round
     weights  w_s = p(z_s) Π_j p(y_j | z_s) / Σ_r N_r/N proposal_r(z_s)              from all rounds so far
-    next     a mixture of t densities fitted to the weighted points, and so on      while k̂ or the effective size is poor
+    next     mixtures of t densities fitted to the weighted points, and so on       while k̂ or the effective size is poor,
+             in several coordinates, also in normal scores of skewed marginals       (coordinates.py)
 
 Where q is a product of factors (EP, PVI), draws of g = p(Z_G) Π_j t_j(Z_G), the prior itself times the silos' factors, are the
 second proposal: a good one where silos' factors fit, however far from a Gaussian the prior is. Its constant comes from bridge
@@ -15,23 +16,20 @@ the silos: a simulation does, or the coordinator of a deployment.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from fedbayes.algorithms.evidence import POINTS, Told
-from fedbayes.models import frames
-from fedbayes.models.sites import Values
 from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian, tilted
 from fedbayes.primitives.evidence import FLOOR
 from fedbayes.results import mixtures
+from fedbayes.results.coordinates import Frame, Line, Skewed
 from fedbayes.results.mixtures import Component, Mixture, Points
 from fedbayes.trees import quietly
 
@@ -53,6 +51,10 @@ TRUSTED = 0.7
 MIXED = 1.05
 """The r-hat up to which chains at the server are."""
 COMPONENTS, TAILS = 4, 10
+"""Components of a mixture, and latents whose tails have one of their own, at most."""
+SHARE = 0.15
+"""The share of a round's points that any coordinates have, at least."""
+LINE = Line()
 
 Ask = Callable[[Points, int], Told]
 """What silos tell about points in the evidence round of this number, from 1 on."""
@@ -95,59 +97,10 @@ class Corrected:
         return random.permutation(self.z[chosen])
 
 
-def by_blocks(function: Callable[[Array], Any], points: Points, dtype: Any) -> Any:
-    """`function` of points, `POINTS` at a time with the last block filled up: one compiled shape for any number of points."""
-    parts = []
-    for start in range(0, len(points), POINTS):
-        block = points[start : start + POINTS]
-        full = np.concatenate([block, np.broadcast_to(block[-1], (POINTS - len(block), block.shape[1]))])
-        found = jax.device_get(function(jnp.asarray(full, dtype)))
-        parts.append(jax.tree.map(lambda leaf, count=len(block): leaf[:count], found))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-class Frame(Protocol):
-    """Other coordinates of Z_G, in which it may be less of a funnel (models/frames.py)."""
-
-    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
-        """x for each z, and log |dx/dz|."""
-
-    def back(self, x: Points) -> Points:
-        """z for each x."""
-
-
-class Standardised:
-    """Global latents by the location and the scale that the population draws them with."""
-
-    def __init__(self, structured: Structured, theta: Values, dtype: Any) -> None:
-        self.structured, self.theta, self.dtype = structured, theta, dtype
-
-    @classmethod
-    def of(cls, structured: Structured, theta: Values, q: gaussian.Global) -> Standardised | None:
-        """The frame of a model; None where no latent is drawn with a location or a scale that others have."""
-        frame = cls(structured, theta, q.mean.dtype)
-        noise = np.random.default_rng(0).normal(size=(8, q.mean.size))
-        x, _ = frame.to(noise)
-        y, _ = frame.to(noise[::-1].copy())
-        affine = frame.to(noise + 1.0)[0] - x
-        fixed = np.allclose(x, y[::-1], equal_nan=True) and np.allclose(affine, affine[:1], rtol=1e-3, atol=1e-3)
-        return None if fixed else frame
-
-    def to(self, z: Points) -> tuple[Points, Float[np.ndarray, " s"]]:
-        """x for each z, and log |dx/dz|."""
-        x, slope = by_blocks(functools.partial(frames.standardised, self.structured, self.theta), z, self.dtype)
-        return np.asarray(x, float), np.asarray(slope, float)
-
-    def back(self, x: Points) -> Points:
-        """z for each x."""
-        return np.asarray(by_blocks(functools.partial(frames.placed, self.structured, self.theta), x, self.dtype), float)
-
-
 class Proposal(NamedTuple):
-    """Where the points of a round come from: components over z, and components over x in the frame, if there is one."""
+    """Where the points of a round come from: mixtures, each in coordinates of its own, with shares that sum to 1 in all."""
 
-    plain: Mixture
-    framed: Mixture
+    parts: list[tuple[Frame, Mixture]]
 
 
 class Tilted(NamedTuple):
@@ -181,7 +134,7 @@ class Sampler:
         ask: What silos tell.
         seed: Of the points.
         points: Points of a round.
-        frame: Other coordinates, in which proposals are fitted too.
+        frame: Other coordinates of the model, in which proposals are fitted too.
     """
 
     def __init__(
@@ -193,7 +146,7 @@ class Sampler:
         self.proposals: list[Proposal | Tilted] = []
         self.counts: list[int] = []
         self.z: Points = np.zeros((0, len(mean)))
-        self.x, self.slope = self.z, np.zeros(0)
+        self.seen: dict[int, tuple[Points, Float[np.ndarray, " s"]]] = {}
         self.log_p = self.prior = self.difference = np.zeros(0)
         self.told: list[Told] = []
 
@@ -225,10 +178,6 @@ class Sampler:
         log_p = np.where(np.isfinite(log_p) & (np.asarray(told.evidence) > FLOOR / 10), log_p, -np.inf)
         self.told.append(told)
         self.z = np.concatenate([self.z, z])
-        if self.frame is not None:
-            self.x, self.slope = self.frame.to(self.z)
-            fine = np.isfinite(self.x).all(axis=1) & np.isfinite(self.slope)
-            self.x, self.slope = np.where(fine[:, None], self.x, 0.0), np.where(fine, self.slope, -np.inf)
         self.log_p, self.prior = np.concatenate([self.log_p, log_p]), np.concatenate([self.prior, prior])
         self.difference = np.concatenate([self.difference, np.asarray(told.difference, float)])
         return self.weighed()
@@ -237,7 +186,7 @@ class Sampler:
         """The points that q itself gave, their log importance ratios, and the difference between halves."""
         first = self.proposals[0]
         assert isinstance(first, Proposal)
-        count = round(first.plain[0].share * self.points)
+        count = round(first.parts[0][1][0].share * self.points)
         z = self.z[:count]
         return z, self.log_p[:count] - self.normal.log_density(z), self.difference[:count]
 
@@ -274,30 +223,37 @@ class Sampler:
         return rounds * (2 * self.points + 4) * np.asarray(self.q.mean).dtype.itemsize
 
     def _draw(self, proposal: Proposal, random: np.random.Generator) -> Points:
-        count = round(sum(one.share for one in proposal.plain) * self.points)
-        plain = mixtures.draw(_whole(proposal.plain), random, count)
-        if self.frame is None or count == self.points:
-            return plain
-        x = mixtures.draw(_whole(proposal.framed), random, self.points - count)
-        back = self.frame.back(x)
-        return np.concatenate([plain, np.where(np.isfinite(back), back, 0.0)])
+        edges = np.cumsum([0.0, *(sum(one.share for one in mixture) for _, mixture in proposal.parts)])
+        counts = np.diff(np.round(edges / edges[-1] * self.points).astype(int))
+        parts = zip(proposal.parts, counts, strict=True)
+        found = np.concatenate([frame.back(mixtures.draw(_whole(one), random, int(count))) for (frame, one), count in parts])
+        return np.where(np.isfinite(found), found, 0.0)
 
     def _log_density(self, proposal: Proposal) -> Float[np.ndarray, " s"]:
-        found = mixtures.log_density(proposal.plain, self.z)
-        if proposal.framed:
-            found = np.logaddexp(found, mixtures.log_density(proposal.framed, self.x) + self.slope)
-        return found
+        parts = [(self._seen(frame), mixture) for frame, mixture in proposal.parts]
+        return np.logaddexp.reduce([mixtures.log_density(mixture, x) + slope for (x, slope), mixture in parts])
+
+    def _seen(self, frame: Frame) -> tuple[Points, Float[np.ndarray, " s"]]:
+        """All points in other coordinates, and log |dx/dz|."""
+        x, slope = self.seen.get(id(frame), (self.z[:0], np.zeros(0)))
+        if len(x) < len(self.z):
+            new, bend = frame.to(self.z[len(x) :])
+            fine = np.isfinite(new).all(axis=1) & np.isfinite(bend)
+            x = np.concatenate([x, np.where(fine[:, None], new, 0.0)])
+            slope = np.concatenate([slope, np.where(fine, bend, -np.inf)])
+            self.seen[id(frame)] = (x, slope)
+        return x, slope
 
     def _first(self, random: np.random.Generator) -> Proposal:
         mean, root = self.normal.mean, self.normal.root
         wider = [Component(0.35, mean, 1.2 * root, 5.0), Component(0.15, mean, 2.0 * root, 3.0)]
         half = [self.normal._replace(share=0.5)]
         if self.frame is None:
-            return Proposal([*half, *wider], [])
+            return Proposal([(LINE, [*half, *wider])])
         x, _ = self.frame.to(self.normal.draw(random, self.points))
         x = x[np.isfinite(x).all(axis=1)]
         framed = mixtures.fitted(x, np.full(len(x), 1 / len(x)), 1)
-        return Proposal([*half, *mixtures.scaled(wider, 0.5)], mixtures.scaled(framed, 0.25))
+        return Proposal([(LINE, [*half, *mixtures.scaled(wider, 0.5)]), (self.frame, mixtures.scaled(framed, 0.25))])
 
     def _next(self) -> Proposal:
         """Mixtures for the points so far; where few have all of the weight, for flatter weights w^β."""
@@ -316,17 +272,23 @@ class Sampler:
             rest = [*mixtures.scaled(mixtures.tails(points, weights, TAILS), 0.2), wide._replace(share=0.1)]
             return [*mixtures.scaled(found, 1 - sum(one.share for one in rest)), *rest]
 
-        plain = of(self.z, self.log_p)
-        if self.frame is None:
-            return Proposal(plain, [])
-        framed = of(self.x, self.log_p - self.slope)
+        parts: list[tuple[Frame, Mixture]] = []
+        for frame in (LINE, self.frame) if self.frame else (LINE,):
+            skewed = Skewed.of(self._seen(frame)[0], weights, frame)
+            for one in (frame, skewed) if skewed else (frame,):
+                x, slope = self._seen(one)
+                inside = np.isfinite(slope)
+                parts.append((one, of(x, np.where(inside, self.log_p - np.where(inside, slope, 0.0), -np.inf))))
         # Which coordinates suit the points better.
-        share, one = 0.5, mixtures.log_density(plain, self.z)
-        other = mixtures.log_density(framed, self.x) + self.slope
+        logs = np.stack([self._log_density(Proposal([part])) for part in parts])
+        shares = np.full(len(parts), 1 / len(parts))
         for _ in range(10):
-            share = float(weights @ (1 / (1 + np.exp(np.clip(one - other, -50, 50)) * (1 - share) / share)))
-            share = min(max(share, 0.15), 0.85)
-        return Proposal(mixtures.scaled(plain, 1 - share), mixtures.scaled(framed, share))
+            member = np.exp(logs - logs.max(axis=0)) * shares[:, None]  # those of the line are finite
+            shares = np.maximum(member / member.sum(axis=0) @ weights, SHARE)
+            shares /= shares.sum()
+        return Proposal(
+            [(frame, mixtures.scaled(mixture, share)) for (frame, mixture), share in zip(parts, shares, strict=True)]
+        )
 
 
 def bridge(of_f: Float[np.ndarray, " s"], of_g: Float[np.ndarray, " r"], steps: int = 50) -> float:

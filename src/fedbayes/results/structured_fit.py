@@ -31,7 +31,8 @@ from fedbayes.models.structured import Structured, numbers
 from fedbayes.primitives import gaussian, variational
 from fedbayes.primitives.dependence import inseparable
 from fedbayes.results import serialise
-from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Standardised, Tilted, by_blocks, mended, smoothed
+from fedbayes.results.coordinates import Standardised, by_blocks
+from fedbayes.results.correction import MOST, ROUNDS, Corrected, Sampler, Tilted, mended, smoothed
 from fedbayes.results.folder import AGAIN, SCHEMA, SHARED, Run, about, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.pictures import write_pictures

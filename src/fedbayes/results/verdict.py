@@ -20,7 +20,8 @@ from jaxtyping import Float
 
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.sampling import STUCK
-from fedbayes.results.correction import LEAST, MOST, Ask, Corrected, Density, Frame, Sampler, Tilted, mended, smoothed
+from fedbayes.results.coordinates import Frame
+from fedbayes.results.correction import LEAST, MOST, Ask, Corrected, Density, Sampler, Tilted, mended, smoothed
 from fedbayes.results.mixtures import Points
 
 GOOD, NOT_CONVERGED, TOO_SMALL, NOISE, NOT_CHECKED = (
