@@ -36,7 +36,7 @@ import fedbayes as fb
 from fedbayes import wire
 from fedbayes.models.structured import numbers
 from fedbayes.results import structured_text
-from fedbayes.results.structured_fit import fit_silos
+from fedbayes.results.structured_run import fit_silos
 
 SEEDS = (0, 1, 2)
 DRAWS = 20_000

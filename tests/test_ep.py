@@ -15,7 +15,7 @@ import fedbayes as fb
 from fedbayes import wire
 from fedbayes.engine.silo_data import plan, read
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, sampling, tilted
+from fedbayes.primitives import factored, gaussian, matching, sampling, tilted
 from fedbayes.primitives.gaussian import Natural
 
 QUICK = {"draws": 40, "most": 80}
@@ -67,7 +67,7 @@ def test_a_gaussian_without_local_latents_has_no_monte_carlo_error():
     u = mean + generator.normal(size=(4, 60, 3)) @ root.T
     gradient = -(u - mean) @ np.linalg.inv(covariance)
     draws = sampling.Draws(jnp.float32(u), {}, jnp.float32(gradient), jnp.zeros((4, 60), bool), jnp.ones(()), jnp.int32(60))
-    found = sampling.gaussian_of(draws)
+    found = matching.gaussian_of(draws)
     np.testing.assert_allclose(found.natural.precision, np.linalg.inv(covariance), atol=2e-4)
     np.testing.assert_allclose(found.natural.shift, np.linalg.solve(covariance, mean), atol=2e-4)
     assert float(jnp.sqrt(found.noise.precision).max()) < 1e-4
@@ -80,7 +80,7 @@ def test_noise_is_what_it_says():
         for_u, for_l = jax.random.split(key)
         u = jax.random.normal(for_u, (4, 100, 2))
         gradient = -u + jax.random.normal(for_l, (4, 100, 2))  # E g = 0 and E u gᵀ = −I still hold
-        return sampling.gaussian_of(sampling.Draws(u, {}, gradient, jnp.zeros((4, 100), bool), jnp.ones(()), jnp.int32(100)))
+        return matching.gaussian_of(sampling.Draws(u, {}, gradient, jnp.zeros((4, 100), bool), jnp.ones(()), jnp.int32(100)))
 
     found = jax.jit(jax.vmap(estimate))(jax.random.split(jax.random.key(0), 300))
     shift, precision = found.natural.shift, jnp.diagonal(found.natural.precision, axis1=1, axis2=2)

@@ -24,7 +24,8 @@ from fedbayes.errors import UserError
 from fedbayes.primitives import factored, gaussian
 from fedbayes.primitives.variational import Family
 from fedbayes.results.simulate import simulate
-from fedbayes.results.structured_fit import SiloFit, fit_silos
+from fedbayes.results.structured_fit import SiloFit
+from fedbayes.results.structured_run import fit_silos
 
 
 def started(name, data, rounds=4, **options):
@@ -352,7 +353,7 @@ class Stop(Exception):
 
 @methods("silos", often=("sfvi-avg",))
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbayes.results.structured_fit.CHECKPOINT", 0.0)
+    monkeypatch.setattr("fedbayes.results.structured_run.CHECKPOINT", 0.0)
     data, algorithm = partition(4, 4, 4), TABLE[name](population, silo)
     whole = fit_silos(algorithm, data, 6, folder=tmp_path / "whole")
 

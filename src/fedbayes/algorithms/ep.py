@@ -6,7 +6,7 @@
     server:  q ← q Π_j Δ_j,  and t_0 by the moments of  q p / t_0
 
 Local latents are sampled, not approximated. Chains go on from where they stopped. What Monte Carlo noise is left is known
-(`sampling.gaussian_of`) and added up: while q moves by more than its noise, ρ is `damping`; after that rounds are averaged,
+(`matching.gaussian_of`) and added up: while q moves by more than its noise, ρ is `damping`; after that rounds are averaged,
 each with its share of all draws so far, and draws double, until the noise of q is below `tolerance`. Then the run is over.
 """
 
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedbayes.algorithm import LocalDraws, StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, sampling, variational
+from fedbayes.primitives import factored, gaussian, matching, sampling, variational
 from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.factored import over, power
 from fedbayes.primitives.gaussian import Global, Natural
@@ -173,8 +173,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         q, factor = down.shared.eta, factored.arrived(local, down)
         cavity = factored.cavity(factor)
         draws, chains = self.sample(key, q, cavity, local, down.draws.astype(jnp.int32), data)
-        tilted, noise = sampling.gaussian_of(draws)
-        health, eta = sampling.health(draws), sampling.conditionals(draws, q)
+        tilted, noise = matching.gaussian_of(draws)
+        health, eta = sampling.health(draws), matching.conditionals(draws, q)
         change = over(over(tilted, cavity), factor)
         stuck = health.moving < sampling.STUCK  # such draws say nothing
         change, noise = jax.tree.map(lambda leaf: jnp.where(stuck, 0.0, leaf), (change, noise))

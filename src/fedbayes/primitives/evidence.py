@@ -22,18 +22,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fedbayes.primitives import gaussian, small
+from fedbayes.primitives import gaussian, noises, small
 from fedbayes.primitives.variational import Locals, Shared, Silo, parents
 
-DEGREES = 8
-"""Degrees of freedom of the proposals in several dimensions, an even number."""
-LOGISTIC = 0.65
-"""The scale of the logistic density that is used in one dimension."""
 NEWTON = 4
 WIDEST = 24
 """Latents of a block and of the silo together up to which their curvature is found."""
-WITHIN = 8
-"""Draws of a plate's elements for each draw of the silo's latents outside plates."""
 BATCH = 16
 """Points that are evaluated side by side."""
 CHECKED = 256
@@ -84,7 +78,7 @@ def told(silo: Silo, key: PRNGKeyArray, shared: Shared, eta: Locals, z: Float[Ar
         exact = jax.lax.map(lambda one: _total(terms(one, {})), z, batch_size=BATCH)
         return Told(_finite(exact, FLOOR), jnp.zeros(len(z)), jnp.zeros(0), jnp.zeros(0))
     sizes = {name: q.mean.shape for name, q in used.items()}
-    centre, noise = {name: q.mean for name, q in used.items()}, _noise(key, sizes, inner)
+    centre, noise = {name: q.mean for name, q in used.items()}, noises.draw(key, sizes, inner)
 
     def at(z_G: Float[Array, " n"]) -> tuple[Array, Array, Any]:
         here = silo.locals_of(shared.theta, eta, everyone, z_G)  # an encoder may read Z_G
@@ -156,46 +150,6 @@ class _Family:
 def _narrow(sizes: dict[str, Any]) -> bool:
     alone = math.prod(sizes.get("", (0, 0)))
     return alone + max((d for name, (_, d) in sizes.items() if name), default=0) <= WIDEST
-
-
-def _noise(key: PRNGKeyArray, sizes: dict[str, Any], inner: int) -> dict[str, Any]:
-    """Noise of the proposals (halves, draws, blocks, d); of plates' latents for each draw of the silo's own."""
-    found = {}
-    for place, (name, (blocks, d)) in enumerate(sizes.items()):
-        shape = (2, inner // 2, 2, WITHIN // 2, blocks, d) if name and "" in sizes else (2, inner // 2, blocks, d)
-        one = jax.random.fold_in(key, place)
-        found[name] = _lattice(one, shape) if d == 1 else _antithetic(one, shape)
-    return found
-
-
-def _lattice(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """Logistic noise for one dimension: equidistant quantiles, shifted at random, for the near draws and for the far ones.
-
-    Weights vanish at both ends, so that their mean is the trapezoid rule for a periodic function: a dozen are a quadrature.
-    """
-    near = _near(shape[-3])
-    parts = []
-    for count, one in zip((near, shape[-3] - near), jax.random.split(key), strict=True):
-        shift = jax.random.uniform(one, (*shape[:-3], 1, *shape[-2:]))
-        steps = jnp.arange(count).reshape(*(1 for _ in shape[:-3]), count, 1, 1) / count
-        u = jnp.clip((steps + shift) % 1.0, 1e-6, 1 - 1e-6)
-        parts.append(LOGISTIC * (jnp.log(u) - jnp.log1p(-u)))
-    return jnp.concatenate(parts, axis=-3)
-
-
-def _antithetic(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
-    """t noise in pairs of opposite sign."""
-    half = (*shape[:-3], shape[-3] // 2, *shape[-2:])
-    for_normal, for_scale = jax.random.split(key)
-    # χ² with an even number of degrees is a sum of exponentials, which compiles in a fraction of a gamma's time.
-    chi_square = 2 * jnp.sum(jax.random.exponential(for_scale, (*half[:-1], DEGREES // 2)), axis=-1, keepdims=True)
-    one = jax.random.normal(for_normal, half) * jnp.sqrt(DEGREES / chi_square)
-    return jnp.stack([one, -one], axis=-3).reshape(shape)
-
-
-def _near(draws: int) -> int:
-    """How many draws of a half are as wide as the curvature says; the others are wider."""
-    return 2 * (3 * draws // 8)
 
 
 def _laplace(terms: Callable[[Blocks], Any], q: _Family) -> dict[str, _Proposal]:
@@ -277,15 +231,6 @@ def _solve(root: Array, right: Array) -> Array:
     return jax.vmap(_cho_solve)(root, right[..., None])[..., 0]
 
 
-def _log_noise(square: Array, d: int) -> Array:
-    """log density of the noise at points of that squared length: logistic in one dimension, t with `DEGREES` in several."""
-    if d == 1:
-        size = jnp.sqrt(jnp.maximum(square, 1e-30)) / LOGISTIC
-        return -size - math.log(LOGISTIC) - 2 * jnp.log1p(jnp.exp(-size))
-    constant = math.lgamma((DEGREES + d) / 2) - math.lgamma(DEGREES / 2) - d * math.log(DEGREES * math.pi) / 2
-    return constant - (DEGREES + d) / 2 * jnp.log1p(square / DEGREES)
-
-
 def _weighed(
     log_p: Callable[[Blocks], Any], proposals: dict[str, _Proposal], noise: dict[str, Any], centre: Blocks
 ) -> _Weighed:
@@ -306,12 +251,12 @@ def _weighed(
         """Draws, of each half the near before the far; their log density, and log N(mode, −curvature⁻¹) less it."""
         mode, root, (_, k, _, d) = moved(name, near)[None, None], proposals[name].root, noise.shape
         wider = 1 + 1.5 / math.sqrt(d)
-        scale = jnp.where(jnp.arange(k) < _near(k), 1.0, wider)[None, :, None, None]
+        scale = jnp.where(jnp.arange(k) < noises.near(k), 1.0, wider)[None, :, None, None]
         z = mode + jax.vmap(jax.vmap(functools.partial(_back, root)))(scale * noise)
         square = jnp.sum(jnp.einsum("bij,hkbi->hkbj", root, z - mode) ** 2, axis=-1)
         volume = jnp.sum(jnp.log(jnp.diagonal(root, axis1=1, axis2=2)), axis=1)[None, None]
-        parts = _log_noise(square, d), _log_noise(square / wider**2, d) - d * math.log(wider)
-        share = _near(k) / k
+        parts = noises.log_density(square, d), noises.log_density(square / wider**2, d) - d * math.log(wider)
+        share = noises.near(k) / k
         log_density = volume + jnp.logaddexp(math.log(share) + parts[0], math.log(1 - share) + parts[1])
         return z, log_density, volume - square / 2 - d * math.log(2 * math.pi) / 2 - log_density
 

@@ -18,7 +18,8 @@ from fedbayes.results import serialise
 from fedbayes.results.fit import Fit, Members
 from fedbayes.results.folder import AGAIN, MEMBERS, SHARED, read_evaluation, read_history
 from fedbayes.results.posterior import Posterior
-from fedbayes.results.structured_fit import SiloFit, fit_silos, kept_draws
+from fedbayes.results.structured_fit import SiloFit, kept_draws
+from fedbayes.results.structured_run import fit_silos
 
 
 def keep(fit: Fit, folder: Path) -> None:

@@ -28,7 +28,8 @@ from fedbayes.results.fit import Fit
 from fedbayes.results.folder import AGAIN, SCHEMA, Run, about, describe_data, fingerprint, identity
 from fedbayes.results.loop import listening, recorder, run_rounds
 from fedbayes.results.opened import keep
-from fedbayes.results.structured_fit import SiloFit, fit_silos
+from fedbayes.results.structured_fit import SiloFit
+from fedbayes.results.structured_run import fit_silos
 
 log = logging.getLogger("fedbayes")
 
