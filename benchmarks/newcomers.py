@@ -7,7 +7,7 @@
 A cell is a set, a method and a seed, which draws the clients, the rows and the start. All methods have the same network,
 rounds and cohorts. Each is scored on the test rows of clients that never trained, after `adapt` on 5, 20 or all of their
 training rows. "FedAvg" is the shared model, "FedAvg, fine-tuned" the same run after `adapt`. Figures are appended to
-benchmarks/newcomers.jsonl.
+benchmarks/newcomers.jsonl. A cell whose method refuses the network or the target is kept there with the reason.
 """
 
 from __future__ import annotations
@@ -101,19 +101,33 @@ SETS = {
 
 
 def cell(name: str, method: str, seed: int) -> dict[str, Any]:
-    """Train a method once and score newcomers."""
+    """Train a method once and score newcomers; where the method refuses the set, the reason."""
     of = SETS[name]
     clients = of.load(seed)
+    try:
+        return {"set": name, "method": method, "seed": seed, **trained(of, clients, method, seed)}
+    except fb.UserError as problem:
+        return {"set": name, "method": method, "seed": seed, "refused": str(problem)}
+
+
+def built(of: Set, clients: Clients, method: str) -> Any:
+    """A method at its defaults with the set's network."""
     algorithm = find(method, "clients")(fb.network(of.network, clients))
     if of.network == "linear" and method in ("fedper", "bpfed"):  # nothing else is left to share
-        algorithm = dataclasses.replace(algorithm, personal=("head/bias",))
+        return dataclasses.replace(algorithm, personal=("head/bias",))
+    return algorithm
+
+
+def trained(of: Set, clients: Clients, method: str, seed: int) -> dict[str, Any]:
+    """Figures of a method at its defaults, and the settings that were chosen."""
+    algorithm = built(of, clients, method)
     began = time.perf_counter()
     modes = ("global", *MODES.values())
     fit = fb.simulate(algorithm, clients, of.rounds, seed=seed, cohort=of.cohort, modes=modes)
     seconds, summary = time.perf_counter() - began, fit.evaluation.summary()
     found = {group: figures(summary, group) for group in ("unseen", "participating")}
     chosen = [list(one["settings"].values()) for one in fit.result.get("choice", {}).values()]
-    return {"set": name, "method": method, "seed": seed, "seconds": round(seconds, 1), **found, "chosen": chosen}
+    return {"seconds": round(seconds, 1), **found, "chosen": chosen}
 
 
 def figures(summary: Any, group: str) -> dict[str, dict[str, float]]:
@@ -147,11 +161,12 @@ def report() -> int:
             cells = [common.spread([base[seed]["global"]["log_score"] for seed in seeds], 3), common.spread(tuned, 3)]
             for method in METHODS[1:]:
                 pairs = [(known.get((name, method, seed)), base[seed]) for seed in seeds]
-                gaps = [one["unseen"][mode]["log_score"] - other[mode]["log_score"] for one, other in pairs if one]
-                cells.append(gap(gaps))
+                ran = [(one["unseen"], other) for one, other in pairs if one and "refused" not in one]
+                gaps = [one[mode]["log_score"] - other[mode]["log_score"] for one, other in ran]
+                cells.append("refused" if not ran and any(one for one, _ in pairs) else gap(gaps))
             lines.append(f"| {of.title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
     common.put(PAGE, "log score", "\n".join(lines))
-    newcomers_evidence.update(SETS, known)  # for fedbayes advise
+    newcomers_evidence.update(SETS, {key: one for key, one in known.items() if "refused" not in one})  # for fedbayes advise
     return 0
 
 
@@ -186,6 +201,9 @@ def main() -> int:
                 found = cell(name, method, seed)
                 with OUT.open("a") as file:
                     file.write(json.dumps(found) + "\n")
+                if "refused" in found:
+                    print(f"{name:10}{method:16}seed {seed}  refused: {found['refused']}", flush=True)
+                    continue
                 scores = {mode: round(one["log_score"], 3) for mode, one in found["unseen"].items()}
                 print(f"{name:10}{method:16}seed {seed}  {found['seconds']:6.1f} s  {scores}  {found['chosen']}", flush=True)
     return 0

@@ -122,7 +122,7 @@ def main() -> int:
     """Update from the rows that there are."""
     import newcomers
 
-    update(newcomers.SETS, newcomers.rows())
+    update(newcomers.SETS, {key: one for key, one in newcomers.rows().items() if "refused" not in one})
     return 0
 
 

@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 
 SLOW = set((ROOT / "tests" / "slow.txt").read_text().splitlines())
-"""Tests that take more than three seconds and have a quicker one beside them; `make test-all` runs them."""
+"""Tests that take more than three seconds; `make test-all` runs them. Most, but not all, have a quicker one beside them."""
 
 
 def pytest_collection_modifyitems(config, items):

@@ -294,7 +294,7 @@ def test_a_step_with_its_copy_by_hand():
     server, local = algorithm.init_server(KEY), algorithm.init_local(KEY, data)
     prior = MeanField(*(trees.merge(*pair) for pair in zip(local.eta, server.zeta, strict=True)))
     q = jax.tree.map(lambda leaf: leaf + 0.3, prior)
-    copy, _ = algorithm._fit(q, None, prior, algorithm.train, jnp.float32(0.1), KEY, data)
+    copy, _ = algorithm._fit(q, None, prior, algorithm.train, jnp.float32(0.1), KEY, data, True)
     steps = jax.random.fold_in(jax.random.fold_in(KEY, 0), np.uint32(0xFFFFFFFF))
     key = jax.random.fold_in(jax.random.fold_in(steps, 0), 0)
     slope = jax.grad(lambda q: gaussian_network.loss(network, key, q, data) + 2 / 30 * gaussian.kl(q, prior))(q)

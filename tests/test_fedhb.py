@@ -17,7 +17,7 @@ from fedbayes.data import Clients
 from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import assess
-from fedbayes.models import Categorical, Normal, from_functions, mlp
+from fedbayes.models import Categorical, Normal, from_functions, mlp, network
 from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
@@ -369,7 +369,7 @@ def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own()
     down, found = simulation.down(), []
     for index in range(len(data)):
         rows = _client(data, index)
-        losses = [float(squared_distances(simulation.algorithm._start(down, rows), down.r)[j]) for j in range(2)]
+        losses = [float(squared_distances(simulation.algorithm._best(down, rows), down.r)[j]) for j in range(2)]
         shares = np.asarray(algorithm.gate_shares(down, rows.x)).mean(axis=0)
         found.append((int(np.argmin(losses)), int(np.argmax(shares))))
     found = np.array(found)
@@ -379,6 +379,20 @@ def test_prototypes_find_the_groups_and_the_gate_sends_a_new_client_to_its_own()
     assert (found[:, 0] == found[:, 1]).mean() >= 0.95
     accuracy = assess(simulation).summary()["global"]["unseen"]["accuracy"]["rows"]
     assert accuracy > 0.9  # one network for all could be right in half of the rows where it does not see x[3]
+
+
+def test_the_gate_of_numbers_sends_a_new_client_to_its_own_group():
+    """A linear network with learnt noise, in units far from 1; one line for all would be off by the numbers' own deviation."""
+    generator, client = np.random.default_rng(0), np.repeat(np.arange(30), 40)
+    side = np.where(client % 2 == 1, -1, 1)
+    x = generator.normal(size=(len(client), 4)).astype(np.float32)
+    y = (100 + 30 * side * x[:, 0]).astype(np.float32)
+    x[:, 3] += 4 * side
+    data = Clients.build(x, y, client, test=0.3).hold_out(8, seed=1)
+    train = Training(epochs=5, batch=20, lr=0.1, momentum=0.9)
+    algorithm = FedHBMixture(network("linear", data), noise=1.0, start="best", train=train)
+    simulation = simulated(algorithm, data, 15)
+    assert assess(simulation, modes=("global",)).summary()["global"]["unseen"]["rmse"]["rows"] < 10
 
 
 def _client(data, index):

@@ -127,15 +127,15 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     """Weight of the KL divergence in (10) and (11). 1 is Bayes' rule, under which the narrow deviations of the start, as a
     prior, let clients with few rows hardly move."""
     reinforce: bool = False
-    """Whether a copy of the prior follows q by (11) and is what leaves and stays, instead of q."""
+    """With True, a copy of the prior follows q by (11), and is sent and kept instead of q."""
     prior: Literal["population", "last"] = setting("population", "last")
     """Prior of a client's η in each round, where the round also starts: the population's N(m, v), or its own last posterior."""
     alternate: bool = False
-    """Whether a round moves the personal layers first, by `head`, then the shared ones, by `train`, instead of all together."""
+    """With True, a round moves the personal layers first, by `head`, then the shared ones, by `train`; else all together."""
     average: Literal["wasserstein", "plain", "precision"] = setting("wasserstein", "plain", "precision")
     """What the server averages: deviations; ρ, as pFedBayes does; or precisions, which also weigh the means."""
     uniform: bool = True
-    """Whether every client counts the same, instead of by its rows."""
+    """With True, every client counts the same; else by its rows."""
     rho: float = -5.0
     """ρ at the start."""
     spread: float | None = None
@@ -143,7 +143,7 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     M: int = setting(1, least=1)
     """M, draws of the weights in each step."""
     local_reparametrisation: bool = False
-    """Whether noise is drawn for what dense layers give, anew for each row, instead of for weights."""
+    """With True, noise is drawn for the outputs of dense layers, anew for each row; else for weights."""
     draws: int = setting(20, least=1)
     """Networks that a prediction averages."""
     head: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
@@ -153,7 +153,7 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Fitting in `adapt`."""
     whole: bool = True
-    """Whether `adapt` fits the shared layers too, with ζ as their prior, instead of the personal ones alone."""
+    """With True, `adapt` fits the shared layers too, with ζ as their prior; with False the personal ones alone."""
     tune_rounds: int = setting(1, least=1)
     """Rounds of `tune` in `adapt`, each with the last one's posterior as its prior, as while training. One is Bayes' rule under
     the prior of the start; with few rows, more of them get away from a start that says nothing."""
@@ -186,12 +186,12 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         """Steps on (10) and (11) from the prior, on both parts or on one after the other."""
         prior, zeta = self._prior(down, local), down.zeta
         if not self.alternate:
-            q, loss = self._fit(_merge(prior, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data)
+            q, loss = self._fit(_merge(prior, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data, self.reinforce)
             eta, zeta = _split(q, self.personal)
         else:
             for_eta, for_zeta = jax.random.split(key)
-            eta, _ = self._fit(prior, zeta, prior, self.head, down.personal_lr, for_eta, data)
-            zeta, loss = self._fit(zeta, eta, down.zeta, self.train, down.lr, for_zeta, data)
+            eta, _ = self._fit(prior, zeta, prior, self.head, down.personal_lr, for_eta, data, self.reinforce)
+            zeta, loss = self._fit(zeta, eta, down.zeta, self.train, down.lr, for_zeta, data, self.reinforce)
         moments = None if down.population is None else population.sent(eta.mean, down.population.mean, self._variance(eta))
         up = Up(self._sent(zeta), jnp.float32(1) if self.uniform else rows(data), loss, moments)
         return up, Local(eta, jnp.bool_(True))
@@ -209,7 +209,7 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         q = _merge(start, down.zeta) if self.whole else start
 
         def fitted(q: MeanField, key: PRNGKeyArray) -> MeanField:
-            return self._fit(q, zeta, q, self.tune, self.tune.lr_of(1), key, data, reinforce=False)[0]
+            return self._fit(q, zeta, q, self.tune, self.tune.lr_of(1), key, data, False)[0]
 
         if self.tune_rounds == 1:
             q = fitted(q, key)
@@ -255,10 +255,9 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         lr: Any,
         key: PRNGKeyArray,
         data: Data,
-        *,
-        reinforce: bool | None = None,
+        reinforce: bool,
     ) -> tuple[MeanField, Float[Array, ""]]:
-        """Epochs on (10), divided by n; the part that is fixed has no divergence that could change."""
+        """Epochs on (10) and, with `reinforce`, (11), divided by n; the fixed part has no divergence that could change."""
         n, held = jnp.maximum(rows(data), 1), gaussian.prior(prior)
 
         def whole(moving: MeanField) -> MeanField:
@@ -272,9 +271,8 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
                 self.model, key, whole(moving), batch, pool, self.M, local=self.local_reparametrisation
             )
 
-        weighs = not (isinstance(self.kl, int | float) and self.kl == 0)  # in `adapt` it may be traced
-        reinforce = weighs and (self.reinforce if reinforce is None else reinforce)
-        terms = ((lambda q, _: divergence(q, held)) if weighs else None, divergence if reinforce else None)
+        reinforce = reinforce and self.kl > 0
+        terms = ((lambda q, _: divergence(q, held)) if self.kl else None, divergence if reinforce else None)
         q, copy, loss = gaussian_network.follow(
             self.model, fit, *terms, moving, prior, training, lr, key, data, drawn=whole(moving)
         )

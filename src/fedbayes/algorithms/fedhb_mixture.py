@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Model
+from fedbayes.models import Categorical, Model, Normal
 from fedbayes.models.model import network_outputs
 from fedbayes.primitives.several import by_shares
 from fedbayes.primitives.training import Training, descend, drawn, fit, masked_mean, mean_loss, rows, tuning
@@ -122,7 +122,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
     gate: Model | None = None
-    """The gating network, with K outputs; by default the network itself with another head."""
+    """The gating network, with K outputs; by default the network itself with another head, in units of its own."""
     N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
 
@@ -158,7 +158,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
                 return self._gate_loss(beta, down, label, batch)
 
             some = drawn(for_gate, data, self.gate_rows)
-            beta, _ = descend((self.gate or self.model), G, down.beta, self.train_gate, down.lr, for_gate, some)
+            beta, _ = descend(self._gating, G, down.beta, self.train_gate, down.lr, for_gate, some)
         moved = jax.tree.map(lambda m, r: c.reshape((-1,) + (1,) * m.ndim) * (m[None] - r), m_i, down.r)
         objective = None
         if self.elbo:
@@ -209,7 +209,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def gate_shares(self, down: Down, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
         """g(x; β)."""
-        return jax.nn.softmax((self.gate or self.model).apply(trees.merge(down.beta, down.gate_head), x), axis=1)
+        return jax.nn.softmax(self._gating.apply(trees.merge(down.beta, down.gate_head), x), axis=1)
 
     def _noisy(self, key: PRNGKeyArray, r: Params) -> Params:
         d = sum(leaf[0].size for leaf in jax.tree.leaves(r))
@@ -239,12 +239,28 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         losses = jax.lax.map(lambda r: mean_loss(self.model, trees.merge(r, down.head), data), down.r)
         return jax.tree.map(lambda leaf: leaf[jnp.argmin(losses)], down.r)
 
+    @property
+    def _gating(self) -> Model:
+        """The gate. A network for numbers also gives their noise, in their units: of that, the features under a dense layer."""
+        model = self.gate or self.model
+        if self.gate is not None or not isinstance(model.likelihood, Normal) or model.features is None:
+            return model
+        features = model.features
+
+        def init(key: PRNGKeyArray) -> Params:
+            return {name: leaf for name, leaf in model.init(key).items() if name != "log_scale"}
+
+        def apply(params: Params, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
+            return features(params, x) @ params["head"]["kernel"] + params["head"]["bias"][None]
+
+        return Model(init, apply, Categorical(max(2, self.K)))
+
     def _init_gate(self, key: PRNGKeyArray) -> tuple[Params, Params]:
         """The gate's head and body: the network's, its last axis of outputs cut or repeated to K."""
         if self.gate is not None or self.K == 1:
-            return trees.split((self.gate or self.model).init(key), self.head, whole=True)
+            return trees.split(self._gating.init(key), self.head, whole=True)
         path, k = self.head or ("head",), network_outputs(self.model.likelihood)
-        draws = [self.model.init(one) for one in jax.random.split(key, -(-self.K // k))]
+        draws = [self._gating.init(one) for one in jax.random.split(key, -(-self.K // k))]
         known = any(name.startswith(path) for name in trees.named(draws[0]))
         heads = [trees.split(draw, path, whole=True)[0] for draw in draws] if known else []
         if not known or any(leaf.shape[-1:] != (k,) for leaf in jax.tree.leaves(heads)) or "log_scale" in draws[0]:
@@ -256,7 +272,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _gate_loss(self, beta: Params, down: Down, label: Int[Array, ""], batch: Data) -> Float[Array, ""]:
         """−log g_j*(x; β), over the rows of the batch."""
-        outputs = (self.gate or self.model).apply(trees.merge(beta, down.gate_head), batch.x)
+        outputs = self._gating.apply(trees.merge(beta, down.gate_head), batch.x)
         if outputs.shape[1] != self.K:
             raise UserError(f"the gate gives {outputs.shape[1]} numbers per row for {self.K} prototypes; give gate=Model")
         return masked_mean(-jax.nn.log_softmax(outputs, axis=1)[:, label], batch.mask)

@@ -103,7 +103,7 @@ class Newcomers:
         return f"fine-tuned {self.titles[name]}" if name == self.base else self.titles[name]
 
     def score(self, name: str, mode: str) -> Score:
-        """Of all newcomers together."""
+        """The score of all newcomers together."""
         evaluation = self.evaluations[name]
         return pooled(evaluation.scores[mode], evaluation.unseen)
 
@@ -146,7 +146,7 @@ class Newcomers:
         return "\n".join(wrapped(self.finding(mode)) for mode in self.modes)
 
     def finding(self, mode: str) -> str:
-        """Whether a method is ahead of the first, and by how much, as far as these newcomers tell."""
+        """A sentence on the best method with so many rows: its lead over the first, with an interval over newcomers."""
         name = self.best(mode)
         ours, theirs = ({0: self.evaluations[one]} for one in (name, self.base))
         (gap,) = (one for one in differences(name, ours, self.base, theirs) if _wanted(one, mode))
@@ -183,7 +183,7 @@ def _wanted(one: Difference, mode: str) -> bool:
 
 
 def sentence(name: str, base: str, gap: Difference) -> str:
-    """What a difference in log score says.
+    """A difference in log score in words.
 
     >>> from fedbayes.evaluation.differences import Interval
     >>> def gap(low, high):
