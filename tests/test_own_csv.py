@@ -33,7 +33,7 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """trained.csv of the clients that train, new-I.csv of each newcomer's few rows, test.csv of all newcomers' other rows."""
+    """trained.csv of the clients that train, new-I.csv and test-I.csv of each newcomer, rows.npz without anybody's labels."""
     random, folder = np.random.default_rng(4), tmp_path_factory.mktemp("own")
     shared, spread = random.normal(size=(6, 3)), random.normal(size=(TRAIN + NEW, 6, 3))
     who = np.repeat(np.arange(TRAIN + NEW), [ROWS] * TRAIN + [FEW + TEST] * NEW)
@@ -42,6 +42,9 @@ def home(tmp_path_factory):
     table = pd.DataFrame(x, columns=[f"x{place}" for place in range(6)])
     table["who"], table["colour"] = [f"client {one}" for one in who], LABELS[scores.argmax(axis=1)]
     table[who < TRAIN].to_csv(folder / "trained.csv", index=False)
+    np.savez(
+        folder / "rows.npz", x=random.normal(size=(200, 6)).astype(np.float32), y=np.zeros(200, int), client=np.zeros(200, int)
+    )
     for one in range(NEW):
         own = table[who == TRAIN + one]
         own[:FEW].to_csv(folder / f"new-{one}.csv", index=False)
@@ -52,7 +55,7 @@ def home(tmp_path_factory):
 def trained(home, name, *settings, to=None):
     """The folder of a method's run, at its defaults but for the settings."""
     given = ["--data", home / "trained.csv", "--client-column", "who", "--target", "colour", "--test", 0.2, *settings]
-    given += ["--unlabelled", home / "test-0.csv"] if name == "fedbe" else []
+    given += ["--unlabelled", home / "rows.npz"] if name == "fedbe" else []
     command("run", name, *given, "--rounds", ROUNDS, "--model", "mlp:16", "--out", home / (to or name))
     return home / (to or name)
 
