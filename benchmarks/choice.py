@@ -157,7 +157,8 @@ def regret_table(known: dict[tuple[Any, ...], dict[str, Any]]) -> str:
                 lost = [max(one["fixed"][label]) - one["chosen"][label] for one in found.values()]
                 still = [max(one["fixed"][label]) - one["fixed"][label][0] for one in found.values()]
                 cells.append(f"{common.spread(lost, 3)} ({statistics.mean(still):.3f})" if found else common.MISSING)
-            lines.append(f"| {newcomers.SETS[name].title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
+            if seeds:
+                lines.append(f"| {newcomers.SETS[name].title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
     return "\n".join(lines)
 
 
