@@ -18,13 +18,14 @@ QUICK = {
 }
 """Methods that `make test` tries, with settings of `adapt` that are given; `make test-all` lets the federation choose them."""
 BEHIND = {
-    "pfedbayes": "with the step size of the paper the shared network has learnt nothing after 100 rounds of so few rows",
-    "pfedme": "with the step size of the paper the shared network has learnt nothing after 100 rounds of so few rows",
-    "per-fedavg": "a minibatch is split in two, so that it learns more slowly, and its one step of .01 hardly adapts",
+    "pfedbayes": "0.13 nats a row behind, near chance; the reason is not known",
+    "pfedme": "0.12 nats a row behind, near chance; the reason is not known",
+    "per-fedavg": "0.006 nats a row behind; the reason is not known",
+    "fedem": "0.08 nats a row behind; the reason is not known",
+    "knn-per": "0.2 nats a row behind, with an error as large; the reason is not known",
     "fedbe": "fedbayes personalise refuses its run folder, which keeps no unlabelled rows",
-    "fedem": "a newcomer finds its shares in three networks, which learn more slowly than one; its own step size is small",
 }
-"""Methods that are behind at their defaults, and the reason."""
+"""Methods that are behind at their defaults, as measured when this test was written."""
 
 
 def command(*arguments):
@@ -104,6 +105,6 @@ def chosen(name):
 
 @pytest.mark.parametrize("name", [chosen(name) for name in names("clients")])
 def test_no_method_leaves_newcomers_of_a_csv_behind_the_shared_model(home, shared, name):
-    """At defaults and with the federation's choice; two standard errors are for noise."""
+    """At defaults and with the federation's choice; one standard error is for noise."""
     gain, error = ahead(personalised(home, trained(home, name)), shared)
-    assert gain > -2 * error
+    assert gain > -error
