@@ -20,7 +20,6 @@ QUICK = {
 BEHIND = {
     "pfedbayes": "0.13 nats a row behind, near chance; the reason is not known",
     "pfedme": "0.12 nats a row behind, near chance; the reason is not known",
-    "per-fedavg": "0.006 nats a row behind; the reason is not known",
     "fedem": "0.08 nats a row behind; the reason is not known",
     "knn-per": "0.2 nats a row behind, with an error as large; the reason is not known",
     "fedbe": "fedbayes personalise refuses its run folder, which keeps no unlabelled rows",
