@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from fedbayes import cli
 from fedbayes.cli.arguments import parse as parse_options
-from fedbayes.cli.compare import Options, study_of
+from fedbayes.cli.compare import Options, choices, study_of
 from fedbayes.cli.run import Options as RunCommand
 from fedbayes.cli.run import reloaded
 from fedbayes.errors import UserError
@@ -27,6 +28,7 @@ from fedbayes.evaluation.assess import Evaluation
 from fedbayes.evaluation.differences import UNITS, contributions, differences, intervals, winners
 from fedbayes.evaluation.score import SHAPES, Score, metrics, summary
 from fedbayes.files import read_json
+from fedbayes.report import compared
 from fedbayes.report.records import load as load_record
 from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
 from fedbayes.study.crew import Crew, Done, Task, Worker, alone, as_run
@@ -627,3 +629,21 @@ def test_settings_of_a_search_on_the_command_line():
     study = study_of(Options(("fedavg", "fedprox"), search=("train.lr=0.01,0.1", "train.epochs=1,2")))
     assert len(study.search_jobs()) == 8
     assert study.search_jobs()[3].settings == ("train.lr=0.1", "train.epochs=2")
+
+
+def test_the_federation_s_choice_stands_below_the_tables_and_on_the_page():
+    def result(lr, gain):
+        one = {"settings": {"tune.lr": lr}, "gain": gain, "error": 0.1, "rows": 40}
+        return {"choice": {"up to 10 rows": {**one, "gain": 0.0}, "more rows": one}}
+
+    runs = {0: result(0.01, 0.2), 1: result(0.1, 0.4)}
+    (sheet,) = choices("digits", {"fedavg": runs, "knn-per": {0: {}, 1: {}}})
+    (section,) = sheet.sections
+    assert [[cell.text for cell in row] for row in section] == [
+        ["fedavg", "up to 10 rows", "do not adapt", "0.000 ± 0.000"],
+        ["fedavg", "more rows", "tune.lr 0.01 (seed 0); tune.lr 0.1 (seed 1)", "0.300 ± 0.141"],
+    ]
+    records = [types.SimpleNamespace(config={"seed": seed}, result=one) for seed, one in runs.items()]
+    (table,) = compared._chosen([compared.Method("FedAvg", records)])
+    assert table.rows[1] == ["FedAvg", "more rows", "tune.lr 0.01 (seed 0); tune.lr 0.1 (seed 1)", "0.300 ± 0.141"]
+    assert choices("digits", {"knn-per": {0: {}}}) == compared._chosen([]) == []

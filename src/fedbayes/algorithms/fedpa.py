@@ -94,6 +94,16 @@ class FedPA(FineTuning[Server, Down, Up]):
                 "them; leave at least one"
             )
 
+    def planned(self, rounds: int, **facts: Any) -> FedPA:
+        """The algorithm for a run, with a burn-in of a quarter of its rounds where none is given.
+
+        >>> from fedbayes.models import Categorical, mlp
+        >>> FedPA(mlp((64,), Categorical(10))).planned(40).burn_in_rounds
+        10
+        """
+        found = super().planned(rounds, **facts)
+        return dataclasses.replace(found, burn_in_rounds=round(rounds / 4)) if self.burn_in_rounds is None else found
+
     def server_step(self) -> ServerStep:
         """The server's step."""
         return ServerStep(self.server_optimiser, self.server_lr, self.server_momentum)
@@ -128,9 +138,7 @@ class FedPA(FineTuning[Server, Down, Up]):
     def _burn_in(self) -> int:
         if self.burn_in_rounds is not None:
             return self.burn_in_rounds
-        if self.train.rounds is None:
-            raise UserError("burn_in_rounds is not set and the run has no length; give one, or call algorithm.planned(rounds)")
-        return round(self.train.rounds / 4)
+        raise UserError("burn_in_rounds is not set and the run has no length; give one, or call algorithm.planned(rounds)")
 
     def _sample(self, down: Down, key: PRNGKeyArray, data: Data) -> tuple[Params, Float[Array, "l d"], Float[Array, ""]]:
         """Where SGD ends; its iterates less w, averaged over each epoch after the burn-in; and the mean loss."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +15,14 @@ from fedbayes import files
 from fedbayes.algorithms import names
 from fedbayes.cli.arguments import parse
 from fedbayes.cli.display import progress_bar, show
+from fedbayes.engine.choose import described_over
 from fedbayes.errors import UserError
 from fedbayes.evaluation.differences import difference_sheet
 from fedbayes.evaluation.score import about_numbers
 from fedbayes.evaluation.tables import figures
 from fedbayes.results.folder import SCHEMA
 from fedbayes.results.trackers import tracker
-from fedbayes.sheets import Sheet, latex, markdown, rich
+from fedbayes.sheets import Cell, Sheet, latex, markdown, rich
 from fedbayes.study.crew import alone
 from fedbayes.study.options import DataOptions, RunOptions, value_of
 from fedbayes.study.run import Outcome, run_study
@@ -171,7 +172,19 @@ def tables(outcome: Outcome, data: str, units: str) -> list[Sheet]:
     if base := outcome.differences(data):
         sheet = difference_sheet(base, units, about_numbers(first["metrics"]))
         found.append(sheet._replace(title=f"{label}: {sheet.title}"))
-    return found
+    return found + choices(label, outcome.results[data])
+
+
+def choices(label: str, results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[Sheet]:
+    """The settings of `adapt` that each method's federation chose; nothing where no run chose any."""
+    sections = []
+    for name, seeds in results.items():
+        told = {seed: result["choice"] for seed, result in seeds.items() if result.get("choice")}
+        if told:
+            sections.append([[Cell(name), *map(Cell, words)] for words in described_over(told)])
+    headings = ["method", "to adapt with", "settings", "gain"]
+    caption = "gain: nats a row over not adapting, of the clients that chose; mean ± standard deviation over seeds"
+    return [Sheet(f"{label}: settings of adapt that the federation chose", caption, headings, sections)] if sections else []
 
 
 def chosen(outcome: Outcome) -> Iterator[str]:

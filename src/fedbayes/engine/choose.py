@@ -284,6 +284,29 @@ def described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
+def described_over(runs: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Choices of runs that differ in their seed: for each size the settings, with their seeds where they differ, and the gain.
+
+    >>> one = {"settings": {"tune.lr": 0.01}, "gain": 0.25, "error": 0.04, "rows": 90}
+    >>> still = {**one, "settings": {"tune.lr": 0.0}, "gain": 0.0}
+    >>> described_over({0: {"more rows": one}, 1: {"more rows": still}, 2: {"more rows": one}})
+    [('more rows', 'tune.lr 0.01 (seeds 0, 2); do not adapt (seed 1)', '0.167 ± 0.144')]
+    """
+    found = []
+    for label in next(iter(runs.values()), {}):
+        seeds: dict[str, list[str]] = {}
+        for seed, told in runs.items():
+            settings = ", ".join(f"{name} {value:g}" for name, value in told[label]["settings"].items())
+            known = any(one["rows"] for one in told.values())
+            words = "not chosen" if not known else settings if told[label]["gain"] > 0 else "do not adapt"
+            seeds.setdefault(words, []).append(str(seed))
+        each = [f"{words} (seed{'s' * (len(of) > 1)} {', '.join(of)})" for words, of in seeds.items()]
+        gains = [told[label]["gain"] for told in runs.values()]
+        spread = f" ± {np.std(gains, ddof=1):.3f}" if len(gains) > 1 else ""
+        found.append((label, "; ".join(each) if len(each) > 1 else next(iter(seeds)), f"{np.mean(gains):.3f}{spread}"))
+    return found
+
+
 def decided(algorithm: AnyNetwork, told: Up) -> Chosen:
     """The best candidate for each size, or the first where none is ahead of it by its standard error.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
+from fedbayes.engine.choose import described_over
 from fedbayes.evaluation.assess import MANY, Evaluation, few
 from fedbayes.evaluation.differences import difference_sheet, differences, intervals
 from fedbayes.evaluation.score import HIGHER_IS_BETTER, SHOWN, Score, kept, pooled
@@ -120,7 +121,7 @@ def compared(name: str, records: Sequence[Record], varied: bool, several: bool) 
         if pictures := [] if numeric else _newcomers(done):
             sections.append(Section(f"Newcomers{where}", [Prose(NEWCOMERS), Pictures(pictures)]))
     sections.append(Section(f"Learning curves{where}", _curves(found, numeric)))
-    return [*sections, Section(f"Options and cost{where}", [*_options(found, varied), _cost(found)])]
+    return [*sections, Section(f"Options and cost{where}", [*_options(found, varied), *_chosen(found), _cost(found)])]
 
 
 def _labels(records: Sequence[Record]) -> list[str]:
@@ -270,6 +271,15 @@ def _options(found: Sequence[Method], varied: bool) -> list[Table]:
     caption = "Settings in which the methods differ; a dash: it has no such setting"
     head = ("setting", *(method.label for method in found))
     return [Table(head, rows, caption, 1 + len(found), "Settings that differ")] if rows else []
+
+
+def _chosen(found: Sequence[Method]) -> list[Table]:
+    rows = []
+    for label, records in found:
+        told = {int(one.config["seed"]): one.result["choice"] for one in records if one.result and one.result.get("choice")}
+        rows += [[label, *words] for words in described_over(told)]
+    caption = "Settings of adapt, chosen by clients that had not trained yet; gain in nats a row over not adapting"
+    return [Table(("method", "to adapt with", "settings", "gain"), rows, caption, 3)] if rows else []
 
 
 def _cost(found: Sequence[Method]) -> Table:
