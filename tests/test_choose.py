@@ -109,13 +109,13 @@ def test_the_best_is_taken_where_it_is_ahead_by_its_error(algorithm):
     C = len(candidates(algorithm).values)
     score, square = np.zeros((3, C)), np.zeros((3, C))
     score[:, 4], square[:, 4] = 50.0, 100.0
-    found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])))
+    found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])), repeats=4)
     np.testing.assert_allclose(found.gain, [0.125, 0.25, 0.5])
     np.testing.assert_allclose(
         found.error, [np.sqrt((0.25 - 0.125**2) * 4 / 400), np.sqrt((0.5 - 0.0625) * 4 / 200), np.sqrt(0.75 * 4 / 100)]
     )
     assert (found.choice.values == np.float32(candidates(algorithm).values[4])).all()
-    noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])))
+    noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])), repeats=4)
     assert (noisy.choice.values == 0).all()  # and sizes without rows follow
     none = decided(algorithm, Up(score, square, np.zeros(3)))
     np.testing.assert_allclose(none.choice.values[0], [algorithm.tune.lr, algorithm.tune.steps])
@@ -192,7 +192,7 @@ def test_a_newcomer_without_an_answer_that_counts_has_no_say(fault, ten, tmp_pat
     alone = post.places[second].choose(
         coordinator.run, plan.until, 0, jax.device_get(coordinator.algorithm.broadcast(jax.random.key(0), coordinator.state))
     )
-    assert told["choice"] == decided(coordinator.algorithm, alone).to_json()
+    assert told["choice"] == decided(coordinator.algorithm, alone, plan.repeats).to_json()
     assert coordinator.finish(post)["choice"] == told["choice"]
 
 
