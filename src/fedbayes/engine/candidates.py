@@ -53,7 +53,7 @@ class Lanes(NamedTuple):
     """Of each group the candidates' settings other than lengths; shorter groups are padded."""
     length: Float[Array, "groups lengths"]
     """The lengths that a group shares."""
-    count: Int[Array, " groups"]
+    members: Int[Array, " groups"]
     """Candidates of a group."""
     places: tuple[Int[Array, " candidates"], Int[Array, " candidates"]]
     """Group and lane of each candidate."""
@@ -65,7 +65,7 @@ class Lanes(NamedTuple):
         >>> import fedbayes as fb
         >>> algorithm = fb.FedAvg(fb.models.linear((2,), fb.models.Categorical(2)))
         >>> lanes = Lanes.of(algorithm, candidates(algorithm))
-        >>> lanes.lengths, lanes.length[:, 0].tolist(), lanes.count.tolist()
+        >>> lanes.lengths, lanes.length[:, 0].tolist(), lanes.members.tolist()
         (('tune.steps',), [0.0, 10.0, 50.0], [1, 5, 5])
         """
         names, every = settings
@@ -75,6 +75,6 @@ class Lanes(NamedTuple):
         lane = np.array([np.sum(group[:place] == one) for place, one in enumerate(group)])
         values = np.repeat(table[:1, None, ~long], len(shared), axis=0).repeat(count.max(), axis=1)
         values[group, lane] = table[:, ~long]
-        numbers = (jnp.asarray(each) for each in (values, shared, count))
+        rest, lengths = (tuple(np.array(names)[which].tolist()) for which in (~long, long))
         places = jnp.asarray(group), jnp.asarray(lane)
-        return cls(*(tuple(np.array(names)[which].tolist()) for which in (~long, long)), *numbers, places)
+        return cls(rest, lengths, jnp.asarray(values), jnp.asarray(shared), jnp.asarray(count), places)

@@ -181,7 +181,7 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
                 values, length, count = one
                 return for_each(lambda value: log_score(value, length), width, count, values)
 
-            return jax.lax.map(group, (lanes.values, lanes.length, lanes.count))[lanes.places], jnp.sum(exists)
+            return jax.lax.map(group, (lanes.values, lanes.length, lanes.members))[lanes.places], jnp.sum(exists)
 
         def drawn(sizes: Sequence[int | None], first: int, room: int) -> tuple[Array, Array, Array]:
             """The sums for some sizes, of which `first` come before."""
