@@ -84,6 +84,15 @@ def fact(name: str, needed_by: str | None = None) -> Any:
     )
 
 
+class Lengths(tuple[float, ...]):
+    """Candidates for how many steps `adapt` takes. Those that take equally many are tried together, as they end together."""
+
+
+class OfPopulation(tuple[float, ...]):
+    """Candidates for a property of the population, such as a prior's width: one value for all numbers of rows, and one that may
+    lie between two candidates. All but the first are positive."""
+
+
 def setting(default: Any, *others: str, which: str = "", choose: Any = (), **limits: float) -> Any:
     """A field with other choices beside its default, or limits for a number; `which` says what the number does.
 

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, Params, Sum, setting
+from fedbayes.algorithm import Data, Mean, OfPopulation, Params, Sum, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Normal
 from fedbayes.primitives import laplace
@@ -214,13 +214,13 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """σ and T of Laplace's form; for numbers σ, c, and T of 0 or 1."""
+        """σ and T of Laplace's form; for numbers σ and c, as the posterior is then exact at T = 1 and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices
         if not self._noisy:
             return {name: grid for name, grid in found.items() if name != "noise"}
-        return {**found, "temperature": (0.0, 0.0, 1.0)}
+        return {name: OfPopulation(grid) for name, grid in found.items() if name != "temperature"}
 
     @property
     def _noisy(self) -> bool:
