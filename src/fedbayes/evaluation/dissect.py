@@ -90,14 +90,14 @@ def dissect(
         place += len(group)
     one = jax.tree.map(lambda leaf: leaf[0], kept[0])
     draws = jax.eval_shape(given.algorithm.predict, one[0], given.down, one[1], one[2].x).shape[0]
-    found, after = (
-        jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(part)) if part else None
-        for part in (looked, changed)
-    )
+    found = _joined(looked)
     life, alone = _summed(mode, draws, found)
-    if after is not None:
-        life = _with_adaptation(life, found, after, sizes, data.train_counts[ids])
-    return life, alone
+    return (_with_adaptation(life, found, _joined(changed), sizes, data.train_counts[ids]) if adapts else life), alone
+
+
+def _joined(parts: list[Any]) -> dict[str, Any]:
+    """What compiled calls gave, one after the other."""
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(parts))
 
 
 def _to_length(leaf: np.ndarray, length: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def _adapted(
         states, found["sizes"] = jax.lax.map(fitted, sizes)
         return jax.tree.map(lambda leaf: leaf[-1], states), found
 
-    return jax.lax.map(client, (key, local, train, test))  # type: ignore[no-any-return]
+    return jax.lax.map(client, (key, local, train, test))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -214,6 +214,7 @@ def _looked(
         q, p = chosen(algorithm, choice, count).beliefs(down, local)
 
         def with_scales(deviation: Params) -> Array:
+            assert q is not None
             states = algorithm.with_beliefs(down, local, Beliefs(Marginals(q.mean, deviation)))
             return _seen(algorithm, key, *states, test).log_score
 
@@ -225,13 +226,14 @@ def _looked(
             found["variance"], found["kl"] = _variance(q), _divergence(q, p)
         return found
 
-    return jax.lax.map(client, (key, local, theirs, test, far, counts))  # type: ignore[no-any-return]
+    return jax.lax.map(client, (key, local, theirs, test, far, counts))
 
 
 def _summed(mode: str, draws: int, found: dict[str, Any]) -> tuple[Life, np.ndarray]:
     """The means over clients; and the log score of each with the mean alone."""
     count, (own, one_draw, information) = found["rows"], (part / found["rows"] for part in found["own"])
-    parts, scale, alone = {}, None, own
+    parts: dict[str, Worth] = {}
+    scale, alone = None, own
     if "variants" in found:
         each = found["variants"] / count[:, None]
         scale, alone = float(np.sqrt(found["variance"].mean())), each[:, 1]
@@ -259,8 +261,9 @@ def _with_adaptation(
         parts |= {name: Worth.of(one) for name, one in zip(PRIOR, away, strict=True)} if np.any(away) else {}
     for place, size in enumerate(sizes):
         has = counts >= (size if size < MANY else 0)
-        means = [float(after["sizes"][name][has, place].mean()) for name in ("variance", "prior")]
+        variance, prior = (float(after["sizes"][name][has, place].mean()) for name in ("variance", "prior"))
         score = float((after["sizes"]["log_score"][:, place] / count)[has].mean())
-        contraction.append(Contraction(int(counts.mean()) if size == MANY else size, int(has.sum()), *means, score))
+        said = int(counts.mean()) if size == MANY else size
+        contraction.append(Contraction(said, int(has.sum()), variance, prior, score))
     divergence = _finite({name: value[:, -1] for name, value in after["sizes"]["kl"].items()})
     return life._replace(parts=parts, contraction=contraction, divergence=divergence)

@@ -17,9 +17,7 @@ def life(record: Record) -> Section:
     """The verdicts, and the worth of each part."""
     path = record.folder / LIFE
     if not path.exists():
-        said = (
-            f"Not checked: fedbayes check {record.folder} measures what averaging, the learnt scales and the person are worth."
-        )
+        said = "Not checked: fedbayes check RUN measures what averaging, the learnt scales and the person are worth."
         return Section(TITLE, [Prose(said)])
     try:
         found = Check.from_json(files.read_json(path))
