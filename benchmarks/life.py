@@ -5,9 +5,9 @@
     python benchmarks/life.py --report                                                   # docs/results/life.md
 
 A cell is a label, a set, a method and a seed, which draws the clients, the rows and the start. A method is trained at its
-defaults, with the choice of settings that is on by default, and taken apart by `fb.check`; where it has a twin without noise in
-its steps, that is trained too. Figures are appended to benchmarks/life.jsonl. A label says which state of the defaults a cell
-was run with: run the cells again under another label when they change, and the page has both.
+defaults, with the choice of settings that is on by default, and taken apart by `fb.check`; with `--twin`, where it has a twin
+without noise in its steps, that is trained too. Figures are appended to benchmarks/life.jsonl. A label says which state of the
+defaults a cell was run with: run the cells again under another label when they change, and the page has both.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ SETS = {
 }
 
 
-def run(label: str, name: str, method: str, seed: int) -> dict[str, Any]:
+def run(label: str, name: str, method: str, seed: int, twin: bool) -> dict[str, Any]:
     """One cell."""
     of, began = SETS[name], time.perf_counter()
     clients = of.load(seed)
     algorithm = find(method)(fb.network("linear" if name == "levels" else "mlp", clients))
     fit = fb.simulate(algorithm, clients, of.rounds, seed=seed, cohort=of.cohort)
     trained = time.perf_counter()
-    found = fb.check(fit, twin=fit.shared.algorithm.deterministic is not None)
+    found = fb.check(fit, twin=twin and fit.shared.algorithm.deterministic is not None)
     seconds = {"train": trained - began, "check": time.perf_counter() - trained}
     where = {"label": label, "set": name, "method": method, "seed": seed}
     return {**where, "title": algorithm.title, "seconds": seconds, "check": found.to_json()}
@@ -157,6 +157,7 @@ def main() -> int:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--twin", action="store_true", help="also train twins without noise in their steps")
     parser.add_argument("--report", action="store_true", help="only write the page")
     given = parser.parse_args()
     if not given.report:
@@ -167,7 +168,7 @@ def main() -> int:
                     if (given.label, name, method, seed) in there:
                         continue
                     try:
-                        cell = run(given.label, name, method, seed)
+                        cell = run(given.label, name, method, seed, given.twin)
                         print(name, method, seed, {key: round(value) for key, value in cell["seconds"].items()}, flush=True)
                         print("\n".join(life["verdict"] for life in cell["check"]["lives"]), flush=True)
                     except fb.UserError as problem:

@@ -130,8 +130,10 @@ class Life(NamedTuple):
         """
         known = self.parts
         if self.word == "point":
-            plain = self.draws > 1 and self.scale is None
-            said = f"point: no scales, predictions are of {f'{self.draws} networks' if plain else 'one network'}"
+            said = "point: all scales are 0, so that predictions are of one network"
+            if self.scale is None:
+                many = "one network" if self.draws == 1 else f"{self.draws} networks, by draws without scales"
+                said = f"point: predictions are of {many}"
         elif self.word == "inert":
             said = "inert: setting the learnt scales to 0, constant or shuffled changes the log score by no more than "
             said += f"two standard errors or {f'{LEAST:g}'.lstrip('0')} nats a row"

@@ -41,8 +41,8 @@ def check(
         twin: Also train the same method without noise in its steps, for as many rounds, where it has such a twin.
 
     >>> import fedbayes as fb
-    >>> clients = fb.data.synthetic(clients=8, rows=40, features=4, classes=3)
-    >>> fit = fb.simulate(fb.FedPop(fb.network("linear", clients), sigma=0.5), clients, rounds=5)
+    >>> clients = fb.data.synthetic(clients=20, rows=60, features=8, classes=4)
+    >>> fit = fb.simulate(fb.FedPop(fb.network("linear", clients), sigma=0.5), clients, rounds=10, choose=False)
     >>> found = check(fit)
     >>> found["adapted"].parts["person"].sign
     1
