@@ -171,6 +171,9 @@ def test_every_bayesian_method_at_its_defaults_is_told_what_it_is(name, effect):
         rows, chosen = np.asarray(scores.rows), ~fit.evaluation.unseen if one.mode == "personal" else slice(None)
         assert one.log_score == pytest.approx((scores.log_score[chosen] / rows[chosen]).mean(), abs=1e-4)
     assert life.Check.from_json(found.to_json()) == found
+    if name == "fedvi":
+        assert list(found["adapted"].divergence) == ["beta"]
+        assert found["adapted"].contraction[-1].prior == pytest.approx(fit.shared.algorithm.prior_scale**2)
     if name == "fedpop":
         assert found["adapted"].parts["person"].sign == 1
 

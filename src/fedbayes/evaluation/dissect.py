@@ -189,7 +189,9 @@ def _adapted(
             if prior is not None and scales is not None:
                 under = whole.with_beliefs(down, local, Beliefs(None, Marginals(prior.mean, scales)))
             state = method.adapt(keys.fold(key, np.uint32(keys.ADAPT)), *under, some)
-            q, p = method.beliefs(down, state).posterior, method.beliefs(*under).prior
+            q, p = method.beliefs(down, state)
+            before = method.beliefs(*under).prior  # a prior may be the posterior of before, or be known only afterwards
+            p = p if before is None else before
             score = _seen(algorithm, key, down, state, test).log_score
             return state, {"log_score": score, "variance": _variance(q), "prior": _variance(p), "kl": _divergence(q, p)}
 
