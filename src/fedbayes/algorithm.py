@@ -24,6 +24,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes.errors import UserError
+from fedbayes.models.beliefs import Beliefs
 from fedbayes.models.likelihoods import Likelihood
 from fedbayes.models.model import Model
 from fedbayes.models.structured import Structured
@@ -245,6 +246,19 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
             elif choose:
                 found[field.name] = choose
         return found
+
+    @property
+    def deterministic(self) -> Self | None:
+        """The same method without noise in its steps; None where they have none, or where it is not the same without."""
+        return None
+
+    def beliefs(self, down: DownT, local: LocalT) -> Beliefs:
+        """The distributions over parameters that a client predicts and adapts with; by default there are none."""
+        return Beliefs()
+
+    def with_beliefs(self, down: DownT, local: LocalT, beliefs: Beliefs) -> tuple[DownT, LocalT]:
+        """The states that hold these instead, where they are not None and not fixed."""
+        return down, local
 
     def check_gibbs(self, down: DownT) -> None:
         """Refuse a run of which no PAC-Bayes bound holds; by default every run."""

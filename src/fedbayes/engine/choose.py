@@ -87,10 +87,15 @@ class Choice:
 
 def adapt(algorithm: AnyNetwork, choice: Choice | None, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
     """`algorithm.adapt` with the settings that were chosen for so many rows."""
+    return chosen(algorithm, choice, rows(data)).adapt(key, down, local, data)
+
+
+def chosen(algorithm: AnyNetwork, choice: Choice | None, count: Float[Array, ""]) -> AnyNetwork:
+    """The algorithm with the settings that were chosen for so many rows, which are traced."""
     if choice is None:
-        return algorithm.adapt(key, down, local, data)
-    values = jnp.asarray(choice.values)[jnp.sum(rows(data) > jnp.asarray(LIMITS, jnp.float32))]
-    return settled(algorithm, dict(zip(choice.names, values, strict=True))).adapt(key, down, local, data)
+        return algorithm
+    values = jnp.asarray(choice.values)[jnp.sum(count > jnp.asarray(LIMITS, jnp.float32))]
+    return settled(algorithm, dict(zip(choice.names, values, strict=True)))
 
 
 class Plan(NamedTuple):
