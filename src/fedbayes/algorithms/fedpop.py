@@ -51,10 +51,14 @@ from fedbayes.algorithm import Data, Mean, OfPopulation, Params, Sum, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Normal
 from fedbayes.models.beliefs import Beliefs, Marginals, of_draws, redrawn
-from fedbayes.primitives import laplace
+from fedbayes.primitives import laplace, widths
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.training import Training, descend, drawn, fit, in_blocks, mean_loss, rows
 
+WIDTHS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""σ_k of the mixture; 0 is μ itself."""
+NOISES = (1.0, 0.7, 0.5, 0.35, 0.25)
+"""c of the mixture, where the noise of a number is learnt."""
 PSEUDO = 10
 """V is shrunk towards 1 as if so many clients had been seen whose heads spread alike in all features."""
 
@@ -123,6 +127,10 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
     form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
+    mixture: bool | None = None
+    """Laplace: whether the prior is a mixture of `WIDTHS`, else its width is σ; by default except for a normal likelihood."""
+    tilt: float = setting(0.0, choose=(0.0, -0.7, 0.0, 1.0))
+    """Laplace, a mixture: b in π_k ∝ e^bk; below 0 it favours narrow priors, above 0 wide ones."""
     sigma: float = setting(0.1, above=0, choose=(0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
     spread: Literal["one", "feature"] = setting("one", "feature")
@@ -131,7 +139,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
-    draws: int = setting(10, least=1)
+    draws: int = setting(30, least=1)
     """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""
     prior_step: float = setting(0.1, least=0, most=1)
     """How far the prior's variance, and with Langevin steps its mean, moves to its new value in a round; 0 keeps it fixed."""
@@ -201,9 +209,12 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         """Draws from the posterior of the head, φ as it is."""
         if self.form == "langevin":
             return Local(self.langevin(key, down, local, data, self.adapt_steps), jnp.bool_(True))
-        head = self.head(down, data)
-        z = laplace.draws(key, head, laplace.mode(head), self.draws, self.temperature)
-        return Local(z, jnp.bool_(True), jnp.asarray(self.noise, jnp.float32) if self._noisy else None)
+        for_folds, for_draws = jax.random.split(key)
+        settings, log_prior = self._components
+        head_of = self._head_of(down, data)
+        mixed = widths.fitted(for_folds, head_of, settings, log_prior, data)
+        z, chosen = widths.draws(for_draws, head_of, settings, mixed, data.mask, self.draws, self.temperature)
+        return Local(z, jnp.bool_(True), settings[chosen, 1] if self._noisy else None)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """The client's draws of its head; where it has none μ, or with Langevin steps draws from the population."""
@@ -211,11 +222,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
             return self.model.apply(trees.merge(down.phi, down.mu), x)[None]
         heads = local.z if self.form == "laplace" else self._langevin_heads(key, down, local)
         outputs = jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
-        return outputs if local.noise is None else _quieter(outputs, local.noise)
+        return outputs if local.noise is None else _quieter(outputs, local.noise[:, None])
 
     def beliefs(self, down: Down, local: Local) -> Beliefs:
         """Draws of the head, and the population prior."""
-        variance = self._variance(down)
+        variance = self._variance(down, self._square)
         prior = Marginals(down.mu, jax.tree.map(lambda v, mu: jnp.broadcast_to(jnp.sqrt(v), mu.shape), variance, down.mu))
         own = None if local.z is None else of_draws(local.z)
         return Beliefs(own if self.form == "laplace" or own is None else trees.choose(local.own, own, prior), prior)
@@ -224,7 +235,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         """Draws moved and scaled; with Langevin steps a client without its own has the population's."""
         new = beliefs.prior if self.form == "laplace" or beliefs.posterior is None else beliefs.posterior
         if new is not None:
-            unit = jnp.maximum(self.sigma, 1e-30) if self.form == "laplace" else 1.0
+            unit = jnp.sqrt(jnp.maximum(self._square, 1e-30)) if self.form == "laplace" else 1.0
             down = down._replace(mu=new.mean, variance=jax.tree.map(lambda s: jnp.square(s / unit), new.deviation))
         if beliefs.posterior is not None and local.z is not None:
             local = local._replace(z=redrawn(local.z, beliefs.posterior))
@@ -232,39 +243,69 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """σ and T of Laplace's form; for numbers σ and c, as the posterior is then exact at T = 1 and tells σ."""
+        """Of Laplace's form, with a mixture b and T; else σ and T, or for numbers σ and c, as T = 1 is then exact and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices
+        if self._mixed:
+            return {"tilt": found["tilt"], "temperature": (0.0, 0.0, 1.0)}
         if not self._noisy:
-            return {name: grid for name, grid in found.items() if name != "noise"}
-        return {name: OfPopulation(grid) for name, grid in found.items() if name != "temperature"}
+            return {name: found[name] for name in ("sigma", "temperature")}
+        return {name: OfPopulation(found[name]) for name in ("sigma", "noise")}
+
+    @property
+    def _mixed(self) -> bool:
+        """True where the prior is a mixture. Under a normal likelihood the posterior is exact, and so is what it tells of σ."""
+        return self.mixture if self.mixture is not None else not isinstance(self.model.likelihood, Normal)
 
     @property
     def _noisy(self) -> bool:
         """True where the network gives the noise of a number."""
         return self.model.likelihood == Normal(scale=None)
 
+    @property
+    def _components(self) -> tuple[Float[Array, "k 2"], Float[Array, " k"]]:
+        """σ_k and c_k of all components, and log π_k up to a constant."""
+        if not self._mixed:
+            return jnp.stack([jnp.asarray(one, jnp.float32) for one in (self.sigma, self.noise)])[None], jnp.zeros(1)
+        noises = NOISES if self._noisy else (1.0,)
+        table = jnp.asarray([(sigma, c, float(k)) for k, sigma in enumerate(WIDTHS) for c in noises], jnp.float32)
+        return table[:, :2], self.tilt * table[:, 2]
+
     def head(self, down: Down, data: Data) -> laplace.Head:
-        """The client's rows as a function of its head, and the population prior."""
+        """The client's rows as a function of its head, under a population prior of width σ."""
+        return self._head_of(down, data)(jnp.stack([jnp.float32(self.sigma), jnp.float32(self.noise)]), data.mask)
+
+    def _head_of(self, down: Down, data: Data) -> widths.HeadOf:
         exists = data.mask.reshape(-1, *(1,) * (data.x.ndim - 1))
         x, y = jnp.where(exists, data.x, jnp.zeros_like(data.x)), jnp.where(data.mask, data.y, jnp.zeros_like(data.y))
         readout = self.model.apply
         if self.model.features is not None and self.model.readout is not None and self.personal == ("head",):
             readout, x = self.model.readout, in_blocks(self.model.features, down.phi, x)
 
-        def outputs(z: Params) -> Float[Array, "n k"]:
-            found = readout(trees.merge(down.phi, z), x)
-            return _quieter(found, self.noise) if self._noisy else found
+        def head(settings: Float[Array, " settings"], mask: Bool[Array, " n"]) -> laplace.Head:
+            sigma, c = settings
 
-        return laplace.Head(outputs, self.model.likelihood, y, data.mask, down.mu, self._variance(down))
+            def outputs(z: Params) -> Float[Array, "n k"]:
+                found = readout(trees.merge(down.phi, z), x)
+                return _quieter(found, c) if self._noisy else found
 
-    def _variance(self, down: Down) -> Params:
-        """The variance of the population prior."""
+            return laplace.Head(outputs, self.model.likelihood, y, mask, down.mu, self._variance(down, sigma**2))
+
+        return head
+
+    def _variance(self, down: Down, square: Float[Array, ""] | float) -> Params:
+        """The variance of the population prior for a σ²."""
         if self.form == "langevin":
             return down.variance
         relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
-        return jax.tree.map(lambda v: jnp.square(self.sigma) * v, relative)
+        return jax.tree.map(lambda v: square * v, relative)
+
+    @property
+    def _square(self) -> Float[Array, ""]:
+        """The variance of the prior relative to V: σ², or its mean over a mixture."""
+        settings, log_prior = self._components
+        return jnp.sum(jax.nn.softmax(log_prior) * settings[:, 0] ** 2)
 
     def _relative(self, old: Params | None, up: Up) -> Params | None:
         """V after a round: the spread of the modes by feature, relative to its mean over all weights."""

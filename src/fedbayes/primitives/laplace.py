@@ -65,6 +65,14 @@ class Head:
         """z = μ + √v u."""
         return jax.tree.map(lambda mean, v, u: mean + jnp.sqrt(v) * u, self.mean, self.variance, u)
 
+    def units(self, z: Params) -> Params:
+        """u with z = μ + √v u; 0 where v is 0."""
+
+        def unit(mean: Array, v: Array, z: Array) -> Array:
+            return jnp.where(v > 0, (z - mean) / jnp.sqrt(jnp.where(v > 0, v, 1.0)), 0.0)
+
+        return jax.tree.map(unit, self.mean, self.variance, z)
+
 
 class Precision(NamedTuple):
     """H at one point, in units of the prior."""
@@ -77,11 +85,11 @@ class Precision(NamedTuple):
 
 def log_posterior(head: Head, z: Params) -> Float[Array, ""]:
     """Σ_rows log p(y | f(z)) − ½ Σ (z − μ)² / v."""
-    return -_loss(head, jax.tree.map(lambda z, mean, v: (z - mean) / jnp.sqrt(v), z, head.mean, head.variance))
+    return -_loss(head, head.units(z))
 
 
-def mode(head: Head) -> Params:
-    """ẑ, from μ by Newton steps."""
+def mode(head: Head, near: Params | None = None) -> Params:
+    """ẑ by Newton steps, from μ or from weights that are `near`."""
 
     def loss(u: Params) -> Float[Array, ""]:
         return _loss(head, u)
@@ -109,7 +117,7 @@ def mode(head: Head) -> Params:
     def goes_on(carry: Any) -> Any:
         return (carry[2] > CONVERGED) & (carry[3] < NEWTON)
 
-    start = jax.tree.map(jnp.zeros_like, head.mean)
+    start = jax.tree.map(jnp.zeros_like, head.mean) if near is None else head.units(near)
     u, *_ = jax.lax.while_loop(goes_on, step, (start, loss(start), jnp.float32(jnp.inf), jnp.int32(0)))
     return head.at(u)
 
