@@ -221,6 +221,11 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
         """True where `predict` with a fresh local state is a trained model: the global evaluation mode."""
         return True
 
+    @property
+    def labels_optional(self) -> bool:
+        """True where `adapt` also takes rows whose labels are `unlabelled`."""
+        return False
+
     @abc.abstractmethod
     def predict(self, key: PRNGKeyArray, down: DownT, local: LocalT, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """S posterior draws of the likelihood's parameters."""

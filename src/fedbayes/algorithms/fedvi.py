@@ -1,23 +1,39 @@
-"""FedVI: posteriors of personal parameters, amortised, from rows without labels (Vedadi et al. 2023, sections 3, 5, D).
+"""FedVI: amortised posteriors of personal parameters, from rows with or without labels (Vedadi et al. 2023, sections 3, 5, D).
 
-    θ ~ t(θ);   for each client k:  β_k ~ r(β) = N(0, σ0² I),   y_ik ~ ℓ(Y | f(θ, β_k, x_ik))              (1, 25)
-    h = h(x; θ'):      an embedding of d features, the first of them global, the others local
+    θ ~ t(θ);   for each client k:  β_k ~ r(β) = N(0, σ0²),   y_ik ~ ℓ(Y | f(θ, β_k, x_ik))              (1, 25)
+
+`form="experts"`, the default. h = h(x; θ') are the network's features; all of them are global, and β acts on local ones:
+
+    outputs            W h + b + βᵀu + b_β,    u = h P: at most `rank` features;  P and the deviations s of r are parts of θ
+    r(β, b_β)          N(0, σ0² diag s²), s starts at ½ and is learnt; σ0 = 1, or what the federation chooses
+    q(β, b_β | support) ∝ r · Π_i e_i:  of a row with a label, e_i is its likelihood, as a Gaussian at the current mean of β;
+                       of a row without, e_i has the natural parameters that the posterior constructor g(h; θ'') gives
+    client:  minimise  −1/|B| Σ_B log ℓ(y | θ, 0) − 1/|query| Σ_query log E_q ℓ(y | θ, β) + τ/|B| KL(q ‖ r)
+             support: the first m rows of B, m uniform in 0 … |B|/2, in one of four steps without their labels; query: the rest
+    adapt:   q of all rows, by `steps` steps; its covariance times `temperature`
+
+Precisions of experts are not negative and add up, so q contracts as 1/n (`primitives.experts`); with a normal likelihood of
+known scale it is exact. Where the noise of a number is learnt, that of a client with a β of its own is c times as large, log c
+a part of θ. Without `adapt` a client has β = 0, and the first term of the loss trains that. With γ > 0 `adapt` makes a q for
+each draw of θ, and `predict` draws β from the q of its θ.
+
+`form="mean"`, the paper's, which `FedVI.paper` gives. Of d features the first are global, the others local:
+
     q(β | support) = N(μ, diag σ²):   μ = c_μ mean(g),   σ = 1e-5 + σ0 exp(c_σ mean(g)),   b_β = mean(g)              (26–29)
                        g = g(h_global(x); θ''), the posterior constructor, its mean over the support's rows
     outputs            W_g h_global + b_g + β h_local + b_β
     client:  minimise  1/|query| Σ_query −log ℓ(y | θ, β) + τ/|B| KL(q(β | support) ‖ r(β)),   β ~ q           (8, 24)
-    server:  SGD with momentum on Σ_k n_k (θ − θ_k) / Σ_k n_k
+    server:  SGD with momentum on Σ_k n_k (θ − θ_k) / Σ_k n_k, in both forms
     adapt:   q(β | all rows of the client): no label is looked at, nothing is trained
 
-Each minibatch B is split into support and query, its first and second half; with `shared`, both are all of it. Clients keep
-nothing. Without `adapt` a client has β = 0: the global classifier alone.
+Support and query are the halves of a minibatch B; with `shared`, all of it each. This q does not know n, c_σ = 1/100 pins σ at
+σ0, and the network learns to do without the local features, whose noise it cannot lower: β = 0 predicts as well.
 
 With γ > 0 the shared parameters have a posterior too, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the
 gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I)) that (8) has, once for each step; the paper leaves this for later.
 
 The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place, and its features are numbered once from each
-end; here footnote 6 holds. |B| is the number of rows that a minibatch has, also where that is below the paper's 256. c_μ and
-c_σ are 1/10 and 1/100, which has each coordinate of q near r at the start.
+end; here footnote 6 holds. |B| is the number of rows that a minibatch has, also where that is below the paper's 256.
 
 Reference:
     Vedadi, Dillon, Mansfield, Singhal, Afkanpour, Morningstar. Federated variational inference: towards improved
@@ -39,12 +55,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Categorical, Model, Normal, mlp
-from fedbayes.primitives import experts, gaussian
-from fedbayes.primitives.experts import Effects
+from fedbayes.models import Categorical, Model, mlp
+from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
-from fedbayes.primitives.training import Training, descend, first_half, in_blocks, masked_mean, mean_loss, rows
+from fedbayes.primitives.own_layer import Layer, Own
+from fedbayes.primitives.training import Training, descend, first_half, masked_mean, mean_loss, rows
 
 
 class Sizes(NamedTuple):
@@ -68,14 +84,6 @@ class Posterior(NamedTuple):
     mean: Float[Array, "l k"]
     sigma: Float[Array, "l k"]
     bias: Float[Array, " k"]
-
-
-class Own(NamedTuple):
-    """q(β) of the default form: β and its bias are the last layer's own part; and log c, what changes of a number's noise."""
-
-    mean: Float[Array, "*s r k"]
-    root: Float[Array, "*s r r"]
-    noise: Float[Array, "*s"] | None
 
 
 class Server(NamedTuple):
@@ -111,10 +119,12 @@ class Up(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
-    """A shared network tells from a client's rows, without their labels, what the client's own last layer should be.
+    """A shared network and a client's rows, with or without labels, give a posterior of the client's own last layer.
 
     >>> from fedbayes.models import Categorical, mlp
     >>> FedVI(mlp((64,), Categorical(10), hidden=(128,))).sizes
+    Sizes(shared=128, local=32, outputs=10)
+    >>> FedVI.paper(mlp((64,), Categorical(10), hidden=(128,))).sizes
     Sizes(shared=102, local=26, outputs=10)
     """
 
@@ -130,38 +140,36 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     model: Model
     """The network and its likelihood; on the command line linear (features are columns), mlp, mlp:256,128, cnn or mobilenet."""
     form: Literal["experts", "mean"] = setting("experts", "mean")
-    """q(β): a product over rows, with their labels where there are any; or the paper's, of the mean over rows without labels."""
+    """q(β): a product over rows, with their labels where there are any; or the paper's, of a mean over rows without labels."""
     rank: int = setting(32, least=1)
-    """Experts: features that β acts on, at most; of fewer, all."""
-    steps: int = setting(5, least=1, choose=(0, 1, 5))
-    """Experts."""
+    """Experts: local features, at most; a network with no more features has as many."""
+    steps: int = setting(10, least=1, choose=(0, 1, 10))
+    """Experts: steps towards the mode of β in `adapt`; 1 is what training does, and exact for numbers."""
     temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 1.0))
-    """Experts."""
-    trust: float = setting(1.0, least=0)
-    """Experts."""
+    """Experts: what multiplies q's covariance in `adapt`; 0 is the mode alone."""
     local: float = setting(0.2, above=0, below=1, which="is a share of the features")
-    """Share of the embedding's features, the last of them, that are local."""
+    """Mean: share of the embedding's features, the last of them, that are local."""
     constructor: tuple[int, ...] = (64,)
     """Hidden layers of the posterior constructor."""
     tau: float = setting(1e-3, least=0, which="weighs a divergence")
     """τ, the weight of KL(q(β) ‖ r(β)); 1 is Bayes' rule for the rows of a batch."""
-    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=(0.0, 0.5, 1.0, 2.0))
-    """σ0, the deviation of r(β); by default √(2/(local features + outputs))."""
+    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=(0.0, 0.5, 1.0, 2.0, 4.0, 8.0))
+    """σ0, the deviation of r(β); with experts it multiplies the learnt ones. None: √(2/(local features + outputs)), or 1."""
     mean_scale: float = 0.1
-    """c_μ."""
+    """Mean: c_μ."""
     sigma_scale: float = 0.01
-    """c_σ."""
+    """Mean: c_σ."""
     bias: bool = True
-    """Whether the constructor gives a bias b_β too, which no prior holds."""
+    """Whether there is a personal bias b_β too; in the paper's form no prior holds it."""
     shared: bool = False
-    """Whether support and query are the whole minibatch each, instead of a half each."""
+    """Mean: whether support and query are the whole minibatch each, instead of a half each."""
     gamma: float = setting(0.0, least=0, which="weighs a divergence")
     """γ, the weight of KL(q(θ) ‖ t(θ)); with 0, θ is a point."""
     sigma_theta: float = setting(1.0, above=0, which="is a standard deviation")
     """σ_θ, the deviation of t(θ); only with γ > 0."""
     rho: float = -5.0
     """Where deviations of q(θ) start, log(1 + e^ρ); only with γ > 0."""
-    draws: int = setting(10, least=1)
+    draws: int = setting(50, least=1)
     """Draws of β that a prediction averages."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
@@ -210,7 +218,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         head = {**network["head"], "kernel": network["head"]["kernel"][: self.sizes.shared]}
         theta: Any = Theta({**network, "head": head}, constructor)
         if self.form == "experts":
-            theta = Theta(network, self._start(jax.random.fold_in(key, 2), constructor))
+            theta = Theta(network, self.layer.start(jax.random.fold_in(key, 2), constructor))
         if self.gamma > 0:
             theta = MeanField(theta, jax.tree.map(lambda leaf: jnp.full_like(leaf, self.rho), theta))
         return Server(theta, self.server_step().init(theta), jnp.int32(0))
@@ -252,7 +260,6 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of β, and with γ > 0 of θ; the global classifier alone where there is no q(β)."""
-
         if isinstance(local.q, Own):
             return self._draws(key, down, local, local.q, x)
 
@@ -286,104 +293,43 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         """σ0."""
         return self.sigma0 if self.sigma0 is not None else math.sqrt(2 / (self.sizes.local + self.sizes.outputs))
 
-    def _start(self, key: PRNGKeyArray, constructor: Params) -> Params:
-        """Random orthonormal directions of features, deviations of the prior, a network that says nothing, and log c = 0."""
-        size = self.sizes
-        basis = jnp.linalg.qr(jax.random.normal(key, (size.shared, size.local)))[0]
-        constructor = {**constructor, "head": jax.tree.map(jnp.zeros_like, constructor["head"])}
-        noise = {"noise": jnp.zeros(())} if self.model.likelihood == Normal(scale=None) else {}
-        return {"network": constructor, "basis": basis, "scale": jnp.full(size.local + 1, jnp.log(START)), **noise}
-
-    def units(self, theta: Theta, h: Float[Array, "n d"]) -> Float[Array, "n r"]:
-        """u of the last layer's own part: local features and 1, each times the prior's deviation of its weights."""
-        scale = jnp.exp(theta.constructor["scale"]) * self._sigma
-        one = jnp.full((len(h), 1), 1.0 if self.bias else 0.0)
-        return jnp.concatenate([h @ theta.constructor["basis"], one], axis=1) * scale
+    @property
+    def labels_optional(self) -> bool:
+        """The default form reads labels where there are any; the paper's never does."""
+        return self.form == "experts"
 
     @property
-    def _sigma(self) -> Any:
-        return 1.0 if self.sigma0 is None else self.sigma0
-
-    def shifted(self, theta: Theta, h: Float[Array, "n d"], noise: Any, delta: Float[Array, "n k"]) -> Float[Array, "n m"]:
-        """The likelihood's parameters of rows whose last layer gives δ more, with c times the noise of a number."""
-        head = theta.network["head"]
-
-        def one(h: Float[Array, " d"], delta: Float[Array, " k"]) -> Float[Array, " m"]:
-            return self.model.readout({**theta.network, "head": {**head, "bias": head["bias"] + delta}}, h[None])[0]  # type: ignore[misc]
-
-        outputs = jax.vmap(one)(h, delta)
-        return outputs if noise is None else outputs.at[:, 1].add(noise)
-
-    def effects(self, theta: Theta, h: Float[Array, "n d"], data: Data, steps: Any, unroll: bool = False) -> Effects:
-        """q in units of the prior, from rows, of which some may have labels."""
-        size, known = self.sizes, data.mask & labelled(data.y)
-        y, noise = jnp.where(known, data.y, jnp.zeros_like(data.y)), theta.constructor.get("noise")
-        labels = experts.Labels(functools.partial(self.shifted, theta, h, noise), self.model.likelihood, y, known)
-        slope, _ = experts.terms(labels, jnp.zeros((len(h), size.outputs)))
-        given = jnp.concatenate([h, jax.lax.stop_gradient(slope), known[:, None].astype(h.dtype)], axis=1)
-        said = self._constructor().apply(theta.constructor["network"], given)
-        said = self.trust * jnp.sum(jnp.where(data.mask[:, None], jnp.concatenate([said[:, :-size.local - 1], jax.nn.softplus(said[:, -size.local - 1:] - QUIET)], axis=1), 0.0), axis=0)
-        own = experts.Experts(said[: -size.local - 1].reshape(size.local + 1, size.outputs), said[-size.local - 1 :])
-        return experts.product(self.units(theta, h), own, labels, steps, unroll=unroll)
+    def layer(self) -> Layer:
+        """The last layer's own part in the default form."""
+        size, sigma0 = self.sizes, 1.0 if self.sigma0 is None else self.sigma0
+        return Layer(self.model, self._constructor(), size.local, size.outputs, self.bias, sigma0)
 
     def _own(self, theta: Theta, data: Data) -> tuple[Own, Float[Array, ""]]:
-        """q(β) from a client's rows, and KL(q(β) ‖ r(β))."""
-        exists = data.mask.reshape(-1, *(1,) * (data.x.ndim - 1))
-        h = in_blocks(self.model.features, theta.network, jnp.where(exists, data.x, jnp.zeros_like(data.x)))  # type: ignore[arg-type]
-        q = self.effects(theta, h, data, self.steps)
-        q = q.tempered(self.temperature)
-        scale = jnp.exp(theta.constructor["scale"]) * self._sigma
-        noise = theta.constructor.get("noise")
-        noise = None if noise is None else jnp.where(jnp.asarray(self._sigma) > 0, noise, 0.0)
-        return Own(scale[:, None] * q.mean, scale[:, None] * q.root, noise), q.divergence()
+        return self.layer.posterior(*theta, data, self.steps, self.temperature)
 
     def _draws(self, key: PRNGKeyArray, down: Down, local: Local, q: Own, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         def one(key: PRNGKeyArray, theta: Theta, q: Own) -> Float[Array, "n k"]:
             h = self.model.features(theta.network, x)  # type: ignore[misc]
             beta = q.mean + q.root @ jax.random.normal(key, q.mean.shape)
-            features = jnp.concatenate([h @ theta.constructor["basis"], jnp.full((len(h), 1), 1.0 if self.bias else 0.0)], axis=1)
-            return self.shifted(theta, h, q.noise, features @ beta)
+            return self.layer.shifted(theta.network, h, q.noise, self.layer.features(theta.constructor, h) @ beta)
 
         each = jax.random.split(key, self.draws)
         if not isinstance(down.theta, MeanField):
             return jax.vmap(lambda key: one(key, down.theta, q))(each)
-        assert local.key is not None
         count = len(q.mean)
-        theta = jax.vmap(lambda key: gaussian.draw(key, down.theta))(jax.random.split(local.key, count))
+        theta = jax.vmap(lambda key: gaussian.draw(key, down.theta))(jax.random.split(local.key, count))  # type: ignore[arg-type]
         place = jnp.arange(self.draws) % count
         return jax.vmap(one)(each, *jax.tree.map(lambda leaf: leaf[place], (theta, q)))
 
     def _experts_loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        for_theta, for_noise, for_size, for_labels = jax.random.split(key, 4)
+        for_theta, key = jax.random.split(key)
         theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
-        alone = mean_loss(self.model, theta.network, batch)
-        h = self.model.features(theta.network, batch.x)  # type: ignore[misc]
-        n = jnp.sum(batch.mask)
-        size = jnp.floor(jax.random.uniform(for_size) * (n // 2 + 1)).astype(n.dtype)
-        first = jnp.arange(len(h)) < size
-        y = jnp.where(jax.random.uniform(for_labels) < HIDDEN, nobody(batch.y), batch.y)
-        q = self.effects(theta, h, Data(batch.x, y, batch.mask & first), INNER, unroll=True)
-        nll = self._predictive(theta, h, q, for_noise, batch.y)
-        nll = masked_mean(nll, batch.mask & ~first)
-        return (alone + nll) / 2 + self.tau / jnp.maximum(rows(batch), 1) * q.divergence()
-
-    def _predictive(self, theta: Theta, h: Any, q: Effects, key: PRNGKeyArray, y: Any) -> Float[Array, " n"]:
-        """−log E_q p(y | θ, β) of each row; by draws, for a normal likelihood exactly."""
-        mean, variance = q.of(self.units(theta, h))
-        outputs = functools.partial(self.shifted, theta, h, theta.constructor.get("noise"))
-        likelihood = self.model.likelihood
-        if isinstance(likelihood, Normal):
-            at = outputs(mean)
-            slope = outputs(mean + 1)[:, 0] - at[:, 0]
-            noise = jnp.exp(at[:, 1]) if likelihood.scale is None else jnp.full(len(at), likelihood.scale)
-            scale = jnp.sqrt(noise**2 + slope**2 * variance)
-            return jnp.log(scale) + ((y.astype(at.dtype) - at[:, 0]) / scale) ** 2 / 2 + 0.9189385
-        noise = jax.random.normal(key, (DRAWS, *mean.shape))
-        each = jax.vmap(lambda e: likelihood.log_prob(outputs(mean + jnp.sqrt(variance + 1e-12)[:, None] * e), y))(noise)
-        return jnp.log(DRAWS) - jax.nn.logsumexp(each, axis=0)
+        nll, divergence = self.layer.episode(*theta, key, batch)
+        return mean_loss(self.model, theta.network, batch) + nll + self.tau / jnp.maximum(rows(batch), 1) * divergence
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
+        """σ0, steps and temperature; nothing in the paper's form."""
         return super().choices if self.form == "experts" else {}
 
     def _loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
@@ -398,16 +344,20 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         nll = masked_mean(-self.model.likelihood.log_prob(outputs, batch.y), query.mask)
         return nll + self.tau / jnp.maximum(rows(batch), 1) * self.divergence(q)
 
-    def _drawn(self, key: PRNGKeyArray, q: Posterior | None) -> tuple[Float[Array, "l k"], Float[Array, " k"]]:
+    def _drawn(self, key: PRNGKeyArray, q: Any) -> tuple[Float[Array, "l k"], Float[Array, " k"]]:
         if q is None:
             return jnp.zeros((self.sizes.local, self.sizes.outputs)), jnp.zeros(self.sizes.outputs)
         return q.mean + q.sigma * jax.random.normal(key, q.mean.shape), q.bias
 
     def check_gibbs(self, down: Down) -> None:
         """A bound needs a prior for all that a client has, and outputs that are linear in β."""
-        if self.bias or self.gamma > 0:
-            given = "the run is FedVI with a bias or a posterior over θ"
-            raise UserError(f"{given}, but a certificate is for FedVI with bias=False and gamma=0; train one")
+        if self.gamma > 0 or (self.bias and self.form == "mean"):
+            given = "the run is FedVI with a bias that has no prior or a posterior over θ"
+            raise UserError(
+                f"{given}, but a certificate is for FedVI with gamma=0, in the paper's form with bias=False; train one"
+            )
+        if self.form == "experts":
+            return  # effects are added to the last layer's outputs, and all of them have a prior
         size, key = self.sizes, jax.random.key(0)
         h = jax.random.normal(key, (3, size.shared + size.local))
         beta = jax.random.normal(jax.random.fold_in(key, 1), (size.local, size.outputs))
@@ -417,9 +367,12 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def gibbs(self, key: PRNGKeyArray, down: Down, rows: Data, draws: int) -> tuple[Float[Array, "m n k"], Float[Array, ""]]:
         """Outputs are linear in β, so that a draw of β for each row is a normal number for each of its outputs."""
-        q = self.adapt(key, down, Local(None), rows).q
-        assert q is not None
         theta = self._mean(down.theta)
+        if self.form == "experts":
+            own, divergence = self._own(theta, rows)
+            return self.layer.gibbs(*theta, key, own, rows.x, draws), divergence
+        q = self.adapt(key, down, Local(None), rows).q
+        assert isinstance(q, Posterior)
         h = self.model.features(theta.network, rows.x)  # type: ignore[misc]
         base, local = self._outputs(theta, jnp.zeros_like(q.mean), q.bias, h), h[:, self.sizes.shared :]
         noise = jax.random.normal(key, (draws, *base.shape))
@@ -440,9 +393,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _constructor(self) -> Model:
         size = self.sizes
-        if self.form == "experts":
-            return _numbers(size.shared + size.outputs + 1, (size.local + 1) * (size.outputs + 1), self.constructor)
-        return _constructor(self.sizes, self.constructor)
+        each = (size.local + 1) * (size.outputs + 1) if self.form == "experts" else (2 * size.local + 1) * size.outputs
+        return _constructor(size.shared, each, self.constructor)
 
     def _global_term(self, q: MeanField) -> Float[Array, ""]:
         """γ/|D| KL(q(θ) ‖ t(θ))."""
@@ -452,30 +404,6 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         return self.gamma / self.D * gaussian.kl(q, gaussian.Prior(trees.zeros(q.mean), sigma))
 
 
-START = 0.5
-QUIET = 6.0
-HIDDEN = 0.25
-DRAWS = 8
-INNER = 1
-
-
-def nobody(y: Array) -> Array:
-    """Labels that are missing."""
-    missing = jnp.nan if jnp.issubdtype(y.dtype, jnp.floating) else jnp.iinfo(y.dtype).min
-    return jnp.full_like(y, missing)
-
-
-def labelled(y: Array) -> Array:
-    """Rows that have a label."""
-    return ~jnp.isnan(y) if jnp.issubdtype(y.dtype, jnp.floating) else y != jnp.iinfo(y.dtype).min
-
-
 @functools.cache
-def _numbers(inputs: int, outputs: int, hidden: tuple[int, ...]) -> Model:
-    return mlp((inputs,), Categorical(outputs), hidden, init="lecun")
-
-
-@functools.cache
-def _constructor(size: Sizes, hidden: tuple[int, ...]) -> Model:
-    numbers = Categorical((2 * size.local + 1) * size.outputs)  # so many outputs; they are no logits
-    return mlp((size.shared,), numbers, hidden, init="lecun")
+def _constructor(inputs: int, outputs: int, hidden: tuple[int, ...]) -> Model:
+    return mlp((inputs,), Categorical(outputs), hidden, init="lecun")  # so many outputs; they are no logits
