@@ -247,7 +247,7 @@ def test_refusals(model):
     with pytest.raises(UserError, match="has none at head/kernel"):
         FedVI(dataclasses.replace(plain, features=lambda params, x: x, readout=lambda params, h: h)).sizes  # noqa: B018
     with pytest.raises(UserError, match="needs at least a global and a local one"):
-        FedVI(mlp((4,), Categorical(2), hidden=(1,))).sizes  # noqa: B018
+        FedVI.paper(mlp((4,), Categorical(2), hidden=(1,))).sizes  # noqa: B018
     for options, message in (
         ({"local": 1.5}, "local is 1.5, but it is a share"),
         ({"tau": -1.0}, "tau is -1.0, but it weighs a divergence"),
@@ -289,7 +289,7 @@ def test_default_contracts_as_one_over_n():
     traces = []
     for n in (10, 100, 1000):
         algorithm, theta, data = conjugate(n)
-        q, _ = jax.jit(algorithm._own)(theta, data)
+        q, _ = jax.jit(algorithm.own)(theta, data)
         traces.append(float(jnp.sum(q.root**2)) * n)
     assert traces[2] == pytest.approx(traces[1], rel=0.15)
     assert traces[1] == pytest.approx(traces[0], rel=0.5)  # ten rows in four dimensions: the prior and chance still count
@@ -302,7 +302,7 @@ def test_default_reaches_the_mode_with_classes():
     x = jax.random.normal(jax.random.key(1), (12, 4))
     data = Data(x, jnp.arange(12) % 3, jnp.ones(12, bool))
     layer = algorithm.layer
-    q, _ = jax.jit(algorithm._own)(theta, data)
+    q, _ = jax.jit(algorithm.own)(theta, data)
     h, scale = algorithm.model.features(theta.network, x), layer.deviations(theta.constructor)
 
     def log_posterior(beta):
@@ -319,12 +319,12 @@ def test_default_without_labels_reads_features_alone_and_without_rows_is_the_pri
     from fedbayes.primitives.training import unlabelled
 
     bare = data._replace(y=unlabelled(data.y))
-    q, _ = jax.jit(algorithm._own)(theta, bare)
+    q, _ = jax.jit(algorithm.own)(theta, bare)
     assert np.isfinite(q.root).all()
     assert_close(q.mean, jnp.zeros_like(q.mean), 1e-6)  # the constructor has not learnt to say anything
     half = data._replace(y=jnp.where(jnp.arange(7) < 4, data.y, jnp.nan))
-    assert float(jnp.abs(jax.jit(algorithm._own)(theta, half)[0].mean).max()) > 1e-3
-    nobody, divergence = jax.jit(algorithm._own)(theta, data._replace(mask=jnp.zeros(7, bool)))
+    assert float(jnp.abs(jax.jit(algorithm.own)(theta, half)[0].mean).max()) > 1e-3
+    nobody, divergence = jax.jit(algorithm.own)(theta, data._replace(mask=jnp.zeros(7, bool)))
     assert_close(nobody.root, 0.5 * jnp.eye(4), 1e-5)
     assert float(divergence) == pytest.approx(0.0, abs=1e-4)
 
@@ -339,7 +339,7 @@ def test_default_nests_beta_in_theta(model, clients):
     for place, key in enumerate(jax.random.split(KEY, 3)):
         from fedbayes.primitives import gaussian
 
-        alone, _ = algorithm._own(gaussian.draw(key, down.theta), rows)
+        alone, _ = algorithm.own(gaussian.draw(key, down.theta), rows)
         assert_close(alone.mean, local.q.mean[place], 1e-3)
     more = dataclasses.replace(algorithm, draws=7)
     assert jax.jit(more.predict)(KEY, down, local, rows.x).shape == (7, 32, 2)
@@ -371,7 +371,7 @@ def test_beta_is_alive_at_the_defaults():
         test = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data.test([place], 32))
         each = algorithm.likelihood.log_prob(predict(KEY, down, local, test.x), test.y)
         mixed = jax.nn.logsumexp(each, axis=0) - np.log(len(each))
-        return float(jnp.sum(jnp.where(test.mask, mixed, 0)) / test.mask.sum())
+        return float(jnp.sum(jnp.where(test.mask, mixed, 0)) / test.mask.sum().astype(jnp.float32))
 
     mine = np.array([score(place, local) for place, local in zip(places, own, strict=True)])
     nothing = np.array([score(place, Local(None)) for place in places])

@@ -29,11 +29,11 @@ each draw of θ, and `predict` draws β from the q of its θ.
 Support and query are the halves of a minibatch B; with `shared`, all of it each. This q does not know n, c_σ = 1/100 pins σ at
 σ0, and the network learns to do without the local features, whose noise it cannot lower: β = 0 predicts as well.
 
-With γ > 0 the shared parameters have a posterior too, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the
-gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I)) that (8) has, once for each step; the paper leaves this for later.
+With γ > 0, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I))
+that (8) has, once for each step; the paper leaves this for later.
 
-The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place, and its features are numbered once from each
-end; here footnote 6 holds. |B| is the number of rows that a minibatch has, also where that is below the paper's 256.
+The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place, its features are numbered once from each end
+(here footnote 6 holds), and |B| is 256; here it is the rows that a minibatch has.
 
 Reference:
     Vedadi, Dillon, Mansfield, Singhal, Afkanpour, Morningstar. Federated variational inference: towards improved
@@ -249,14 +249,14 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         return Server(theta, momentum, server.round + 1)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """q(β) from the client's rows, whatever their labels are."""
+        """q(β) from the client's rows; with experts from their labels too, where there are any."""
         if self.form == "mean":
-            theta = self._mean(down.theta)
+            theta = _mean(down.theta)
             return Local(self.posterior(theta, self.model.features(theta.network, data.x), data.mask))  # type: ignore[misc]
         if isinstance(down.theta, MeanField):  # one q(β) for each draw of θ
-            each = jax.vmap(lambda key: self._own(gaussian.draw(key, down.theta), data)[0])
+            each = jax.vmap(lambda key: self.own(gaussian.draw(key, down.theta), data)[0])
             return Local(each(jax.random.split(key, self.draws)), key)
-        return Local(self._own(down.theta, data)[0])
+        return Local(self.own(down.theta, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of β, and with γ > 0 of θ; the global classifier alone where there is no q(β)."""
@@ -304,7 +304,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         size, sigma0 = self.sizes, 1.0 if self.sigma0 is None else self.sigma0
         return Layer(self.model, self._constructor(), size.local, size.outputs, self.bias, sigma0)
 
-    def _own(self, theta: Theta, data: Data) -> tuple[Own, Float[Array, ""]]:
+    def own(self, theta: Theta, data: Data) -> tuple[Own, Float[Array, ""]]:
+        """With experts, q(β) and KL(q(β) ‖ r(β))."""
         return self.layer.posterior(*theta, data, self.steps, self.temperature)
 
     def _draws(self, key: PRNGKeyArray, down: Down, local: Local, q: Own, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
@@ -352,7 +353,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     def check_gibbs(self, down: Down) -> None:
         """A bound needs a prior for all that a client has, and outputs that are linear in β."""
         if self.gamma > 0 or (self.bias and self.form == "mean"):
-            given = "the run is FedVI with a bias that has no prior or a posterior over θ"
+            given = "the run is FedVI with a bias without a prior or a posterior over θ"
             raise UserError(
                 f"{given}, but a certificate is for FedVI with gamma=0, in the paper's form with bias=False; train one"
             )
@@ -367,9 +368,9 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def gibbs(self, key: PRNGKeyArray, down: Down, rows: Data, draws: int) -> tuple[Float[Array, "m n k"], Float[Array, ""]]:
         """Outputs are linear in β, so that a draw of β for each row is a normal number for each of its outputs."""
-        theta = self._mean(down.theta)
+        theta = _mean(down.theta)
         if self.form == "experts":
-            own, divergence = self._own(theta, rows)
+            own, divergence = self.own(theta, rows)
             return self.layer.gibbs(*theta, key, own, rows.x, draws), divergence
         q = self.adapt(key, down, Local(None), rows).q
         assert isinstance(q, Posterior)
@@ -388,9 +389,6 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         whole = {"kernel": jnp.concatenate([head["kernel"], beta]), "bias": head["bias"] + bias}
         return {**theta.network, "head": whole}
 
-    def _mean(self, theta: Any) -> Theta:
-        return theta.mean if isinstance(theta, MeanField) else theta
-
     def _constructor(self) -> Model:
         size = self.sizes
         each = (size.local + 1) * (size.outputs + 1) if self.form == "experts" else (2 * size.local + 1) * size.outputs
@@ -407,3 +405,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 @functools.cache
 def _constructor(inputs: int, outputs: int, hidden: tuple[int, ...]) -> Model:
     return mlp((inputs,), Categorical(outputs), hidden, init="lecun")  # so many outputs; they are no logits
+
+
+def _mean(theta: Any) -> Theta:
+    return theta.mean if isinstance(theta, MeanField) else theta

@@ -77,7 +77,7 @@ class Layer:
 
     def units(self, own: Params, h: Float[Array, "n d"]) -> Float[Array, "n r"]:
         """u."""
-        return self.features(own, h) * self.deviations(own)
+        return self.features(own, h) * self.deviations(own)[None]
 
     def shifted(self, network: Params, h: Float[Array, "n d"], noise: Any, delta: Float[Array, "n k"]) -> Float[Array, "n m"]:
         """The likelihood's parameters of rows whose last layer gives δ more, with c times the noise of a number."""
