@@ -32,12 +32,10 @@ Support and query are the halves of a minibatch B; with `shared`, all of it each
 With γ > 0, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I))
 that (8) has, once for each step; the paper leaves this for later.
 
-The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place, its features are numbered once from each end
-(here footnote 6 holds), and |B| is 256; here it is the rows that a minibatch has.
+The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place; of its numberings footnote 6 holds here.
 
 Reference:
-    Vedadi, Dillon, Mansfield, Singhal, Afkanpour, Morningstar. Federated variational inference: towards improved
-    personalization and generalization. 2023.
+    Vedadi et al. Federated variational inference: towards improved personalization and generalization. 2023.
 """
 
 from __future__ import annotations
@@ -253,8 +251,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         if self.form == "mean":
             theta = _mean(down.theta)
             return Local(self.posterior(theta, self.model.features(theta.network, data.x), data.mask))  # type: ignore[misc]
-        if isinstance(down.theta, MeanField):  # one q(β) for each draw of θ
-            each = jax.vmap(lambda key: self.own(gaussian.draw(key, down.theta), data)[0])
+        if isinstance(posterior := down.theta, MeanField):  # one q(β) for each draw of θ
+            each = jax.vmap(lambda key: self.own(gaussian.draw(key, posterior), data)[0])
             return Local(each(jax.random.split(key, self.draws)), key)
         return Local(self.own(down.theta, data)[0])
 
@@ -316,7 +314,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
         each = jax.random.split(key, self.draws)
         if not isinstance(down.theta, MeanField):
-            return jax.vmap(lambda key: one(key, down.theta, q))(each)
+            return jax.vmap(one, in_axes=(0, None, None))(each, down.theta, q)
         count = len(q.mean)
         theta = jax.vmap(lambda key: gaussian.draw(key, down.theta))(jax.random.split(local.key, count))  # type: ignore[arg-type]
         place = jnp.arange(self.draws) % count
@@ -325,7 +323,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     def _experts_loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
         for_theta, key = jax.random.split(key)
         theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
-        nll, divergence = self.layer.episode(*theta, key, batch)
+        nll, divergence = self.layer.episode(theta.network, theta.constructor, key, batch)
         return mean_loss(self.model, theta.network, batch) + nll + self.tau / jnp.maximum(rows(batch), 1) * divergence
 
     @property
