@@ -351,10 +351,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     def check_gibbs(self, down: Down) -> None:
         """A bound needs a prior for all that a client has, and outputs that are linear in β."""
         if self.gamma > 0 or (self.bias and self.form == "mean"):
-            given = "the run is FedVI with a bias without a prior or a posterior over θ"
-            raise UserError(
-                f"{given}, but a certificate is for FedVI with gamma=0, in the paper's form with bias=False; train one"
-            )
+            given = "the run is FedVI with a bias or a posterior over θ"
+            raise UserError(f"{given}, but a certificate is for FedVI with bias=False and gamma=0; train one")
         if self.form == "experts":
             return  # effects are added to the last layer's outputs, and all of them have a prior
         size, key = self.sizes, jax.random.key(0)
