@@ -131,9 +131,9 @@ def test_no_row_means_the_prior(trained, clients):
     algorithm, down, rows = trained.algorithm, trained.down(), rows_of(clients, 0, 8)
     q = jax.jit(algorithm.adapt)(KEY, down, Local(None), rows._replace(mask=jnp.zeros(8, bool))).q
     size = algorithm.sizes
-    prior = algorithm.prior_scale
+    prior = algorithm.mean_layer.sigma0
     assert_close(q, Posterior(jnp.zeros((size.local, 2)), jnp.full((size.local, 2), prior + 1e-5), jnp.zeros(2)), 1e-6)
-    assert float(algorithm.divergence(q._replace(sigma=q.sigma - 1e-5))) == pytest.approx(0.0, abs=1e-6)
+    assert float(algorithm.mean_layer.divergence(q._replace(sigma=q.sigma - 1e-5))) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_divergence_is_numpyros(trained):
@@ -141,10 +141,10 @@ def test_divergence_is_numpyros(trained):
 
     q = Posterior(jnp.array([[0.3, -1.0]]), jnp.array([[0.5, 2.0]]), jnp.zeros(2))
     exact = sum(
-        dist.kl_divergence(dist.Normal(m, s), dist.Normal(0.0, trained.algorithm.prior_scale))
+        dist.kl_divergence(dist.Normal(m, s), dist.Normal(0.0, trained.algorithm.mean_layer.sigma0))
         for m, s in zip(q.mean[0], q.sigma[0], strict=True)
     )
-    assert float(trained.algorithm.divergence(q)) == pytest.approx(float(exact), rel=1e-5)
+    assert float(trained.algorithm.mean_layer.divergence(q)) == pytest.approx(float(exact), rel=1e-5)
 
 
 def test_a_posterior_over_theta_has_its_divergence_on_the_server(model, clients):

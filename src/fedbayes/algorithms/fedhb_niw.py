@@ -40,6 +40,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
+from fedbayes.models.beliefs import Beliefs, Marginals
 from fedbayes.primitives.training import Training, descend, mean_loss, rows, tuning
 
 PULL = 0.02
@@ -192,10 +193,9 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
         m0 = jax.tree.map(mean, server.m0, up.delta)
         parts = jax.tree.map(scatter, server.m0, m0, up.delta, up.square)
-        Sigma0 = server.Sigma0
+        Sigma0, V0 = server.Sigma0, server.V0
         if self.empirical:  # EM: Σ0 = ν0 / mean E[Σ⁻¹]
             Sigma0 = jax.tree.map(lambda s, one: of.nu0 / jnp.mean((N + of.nu0) / (one + s)), parts, Sigma0)
-        V0 = server.V0
         if self.prior != "fixed":
             V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
         bound = None if up.objective is None else -(N * up.objective + self._kl(server))
@@ -209,8 +209,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""
         start = trees.merge(down.m0, down.head)
         of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.scale0**2, leaf.dtype), down.head)
-        precision = trees.merge(self._precision(down), of_head)
-        nothing = jax.tree.map(lambda _: None, start)
+        precision, nothing = trees.merge(self._precision(down), of_head), jax.tree.map(lambda _: None, start)
         return Local(self._fit(start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
@@ -225,6 +224,31 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
         return jax.lax.map(one, jax.random.split(key, self.draws))
 
+    @property
+    def deterministic(self) -> FedHBNIW | None:
+        """Without dropped columns."""
+        return None if self.p == 1 else dataclasses.replace(self, p=1.0)
+
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """The prior of body and head in `adapt`; a newcomer's Student-t (19), by its scales, where that is drawn from."""
+        whole, of_head = trees.merge(down.m0, down.head), jax.tree.map(lambda leaf: jnp.full_like(leaf, self.scale0), down.head)
+        prior, t = (jax.tree.map(lambda V, share=share: jnp.sqrt(share * V), down.V0) for share in self._shares(down))
+        q = None if self.draws == 0 or local.m is not None else Marginals(whole, trees.merge(t, trees.zeros(down.head)))
+        return Beliefs(q, Marginals(whole, trees.merge(prior, of_head)))
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """Another m0 and V0; the head's prior is fixed."""
+        for found, share in zip((beliefs.prior, beliefs.posterior), self._shares(down), strict=True):
+            if found is not None:
+                m0, scale = (trees.frozen(part, self.head, 1.0)[1] for part in found)
+                down = down._replace(m0=m0, V0=jax.tree.map(lambda s, share=share: s**2 / share, scale))
+        return down, local
+
+    def _shares(self, down: Down) -> tuple[float, float]:
+        """The prior's variance and the squared scale of the Student-t (19), as shares of V0."""
+        _, _, l0, pull, degrees = self._prior(down.m0)
+        return 1 / pull, (l0 + 1) / (l0 * degrees)
+
     def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
         """A draw of a new client's body (19): weights have their own variances a posteriori, or share one (literal)."""
         of, shape = self._prior(down.m0), trees.normal_like(key, down.m0)
@@ -236,11 +260,10 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         else:
             leaves, structure = jax.tree.flatten(down.m0)
             keys = jax.random.split(key, len(leaves))
-            noise = jax.tree.unflatten(
-                structure, [student_t(one, of.degrees, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
-            )
-        scale = (of.l0 + 1) / (of.l0 * of.degrees)
-        return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+            drawn = [student_t(one, of.degrees, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
+            noise = jax.tree.unflatten(structure, drawn)
+        share = self._shares(down)[1]
+        return jax.tree.map(lambda m, V, e: m + jnp.sqrt(share * V) * e, down.m0, down.V0, noise)
 
     @property
     def scale0(self) -> float:
@@ -295,8 +318,8 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            gentle = jax.tree.map(lambda s: jnp.minimum(s, most), strength)
-            return mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch) + pull(gentle, m, start)
+            gentle, dropped = jax.tree.map(lambda s: jnp.minimum(s, most), strength), drop_columns(key, m, self.p)
+            return mean_loss(self.model, trees.merge(dropped, fixed), batch) + pull(gentle, m, start)
 
         def pulled(m: Params) -> Params:
             def one(s: Array, m: Array, m0: Array) -> Array:
@@ -312,8 +335,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         of = self._prior(down.m0)
 
         def term(V: Array, m0: Array, delta: Array) -> Array:
-            rho = self.p * delta**2 + (1 - self.p) * m0**2
-            return jnp.sum(jnp.log(V) + of.n0 / V * (rho + self.epsilon**2)) / 2
+            return jnp.sum(jnp.log(V) + of.n0 / V * (self.p * delta**2 + (1 - self.p) * m0**2 + self.epsilon**2)) / 2
 
         apart = jax.tree.reduce(jnp.add, jax.tree.map(term, down.V0, down.m0, delta))
         return rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data) + apart

@@ -17,11 +17,9 @@ known scale it is exact. Where the noise of a number is learnt, that of a client
 a part of θ. Without `adapt` a client has β = 0, and the first term of the loss trains that. With γ > 0 `adapt` makes a q for
 each draw of θ, and `predict` draws β from the q of its θ.
 
-`form="mean"`, the paper's, which `FedVI.paper` gives. Of d features the first are global, the others local:
+`form="mean"`, the paper's, which `FedVI.paper` gives. Of d features the first are global, the others local, and μ, σ and b_β
+of q(β | support) = N(μ, diag σ²) follow from the mean over the support of g(h_global(x); θ'') (`primitives.mean_layer`):
 
-    q(β | support) = N(μ, diag σ²):   μ = c_μ mean(g),   σ = 1e-5 + σ0 exp(c_σ mean(g)),   b_β = mean(g)              (26–29)
-                       g = g(h_global(x); θ''), the posterior constructor, its mean over the support's rows
-    outputs            W_g h_global + b_g + β h_local + b_β
     client:  minimise  1/|query| Σ_query −log ℓ(y | θ, β) + τ/|B| KL(q(β | support) ‖ r(β)),   β ~ q           (8, 24)
     server:  SGD with momentum on Σ_k n_k (θ − θ_k) / Σ_k n_k, in both forms
     adapt:   q(β | all rows of the client): no label is looked at, nothing is trained
@@ -31,8 +29,6 @@ Support and query are the halves of a minibatch B; with `shared`, all of it each
 
 With γ > 0, q(θ) = N(θ, diag s²): each local step draws θ, and the server adds the gradient of γ/|D| KL(q(θ) ‖ N(0, σ_θ² I))
 that (8) has, once for each step; the paper leaves this for later.
-
-The paper's (24) sums where the mean is meant, its (29) has b_β in the wrong place; of its numberings footnote 6 holds here.
 
 Reference:
     Vedadi et al. Federated variational inference: towards improved personalization and generalization. 2023.
@@ -48,17 +44,19 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
+from fedbayes.algorithm import Data, Lengths, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
+from fedbayes.models.beliefs import Beliefs, Marginals, together
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
+from fedbayes.primitives.mean_layer import MeanLayer, Posterior
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
 from fedbayes.primitives.own_layer import Layer, Own
-from fedbayes.primitives.training import Training, descend, first_half, masked_mean, mean_loss, rows
+from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
 class Sizes(NamedTuple):
@@ -74,14 +72,6 @@ class Theta(NamedTuple):
 
     network: Params
     constructor: Params
-
-
-class Posterior(NamedTuple):
-    """q(β): means and standard deviations, and the bias that comes with it."""
-
-    mean: Float[Array, "l k"]
-    sigma: Float[Array, "l k"]
-    bias: Float[Array, " k"]
 
 
 class Server(NamedTuple):
@@ -141,7 +131,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """q(β): a product over rows, with their labels where there are any; or the paper's, of a mean over rows without labels."""
     rank: int = setting(32, least=1)
     """Experts: local features, at most; a network with no more features has as many."""
-    steps: int = setting(10, least=1, choose=(0, 1, 10))
+    steps: int = setting(10, least=1, choose=Lengths((0, 1, 10)))
     """Experts: steps towards the mode of β in `adapt`; 1 is what training does, and exact for numbers."""
     temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 1.0))
     """Experts: what multiplies q's covariance in `adapt`; 0 is the mode alone."""
@@ -249,12 +239,13 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """q(β) from the client's rows; with experts from their labels too, where there are any."""
         if self.form == "mean":
-            theta = _mean(down.theta)
-            return Local(self.posterior(theta, self.model.features(theta.network, data.x), data.mask))  # type: ignore[misc]
+            network, constructor = _mean(down.theta)
+            h = self.model.features(network, data.x)  # type: ignore[misc]
+            return Local(self.mean_layer.posterior(constructor, h, data.mask))
         if isinstance(posterior := down.theta, MeanField):  # one q(β) for each draw of θ
             each = jax.vmap(lambda key: self.own(gaussian.draw(key, posterior), data)[0])
             return Local(each(jax.random.split(key, self.draws)), key)
-        return Local(self.own(down.theta, data)[0])
+        return Local(self.own(_mean(down.theta), data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of β, and with γ > 0 of θ; the global classifier alone where there is no q(β)."""
@@ -266,30 +257,51 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
             theta = gaussian.draw(for_theta, down.theta) if isinstance(down.theta, MeanField) else down.theta
             if self.form == "experts":
                 return self.model.apply(theta.network, x)
-            network = self.with_head(theta, *self._drawn(for_beta, local.q))
-            return self.model.apply(network, x)
+            layer = self.mean_layer
+            return self.model.apply(layer.with_head(theta.network, *layer.drawn(for_beta, local.q)), x)  # type: ignore[arg-type]
 
         if local.q is None and not isinstance(down.theta, MeanField):
             return one(key)[None]
         return jax.vmap(one)(jax.random.split(key, self.draws))  # what does not depend on the draw is computed once
 
-    def posterior(self, theta: Theta, h: Float[Array, "n d"], support: Bool[Array, " n"]) -> Posterior:
-        """q(β | support), equations 26 to 29; without a row it is r(β)."""
-        size = self.sizes
-        g = self._constructor().apply(theta.constructor, h[:, : size.shared])
-        mean = jnp.sum(jnp.where(support[:, None], g, 0.0), axis=0) / jnp.maximum(jnp.sum(support), 1).astype(g.dtype)
-        m, s = jnp.split(mean[: 2 * size.local * size.outputs].reshape(2, size.local, size.outputs), 2)
-        bias = mean[2 * size.local * size.outputs :] if self.bias else jnp.zeros(size.outputs)
-        return Posterior(self.mean_scale * m[0], 1e-5 + self.prior_scale * jnp.exp(self.sigma_scale * s[0]), bias)
-
-    def divergence(self, q: Posterior) -> Float[Array, ""]:
-        """KL(q(β) ‖ r(β))."""
-        return gaussian.kl_diagonal(q.mean, q.sigma, jnp.zeros_like(q.mean), jnp.full_like(q.sigma, self.prior_scale))
-
     @property
-    def prior_scale(self) -> float:
-        """σ0."""
-        return self.sigma0 if self.sigma0 is not None else math.sqrt(2 / (self.sizes.local + self.sizes.outputs))
+    def deterministic(self) -> FedVI | None:
+        """θ as a point; in the paper's form β without noise and without a prior too. With experts q(β) cannot do without."""
+        if self.form == "mean":
+            return dataclasses.replace(self, sigma0=1e-6, tau=0.0, gamma=0.0)
+        return dataclasses.replace(self, gamma=0.0) if self.gamma > 0 else None
+
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """β after `adapt`, and θ with γ > 0. With experts β's prior has learnt scales, from before `adapt` on."""
+        posterior, prior = {}, {}
+        if isinstance(local.q, Own):
+            posterior["beta"] = local.q.marginals
+        elif local.q is not None:
+            posterior["beta"] = Marginals(local.q.mean, local.q.sigma)
+        if self.form == "experts":
+            prior["beta"] = self.layer.prior(_mean(down.theta).constructor)
+        elif posterior or self.gamma > 0:
+            prior["beta"] = self.mean_layer.prior
+        if isinstance(down.theta, MeanField):
+            posterior["theta"] = gaussian.marginals(down.theta)
+            prior["theta"] = Marginals(*self._prior(down.theta))
+        return Beliefs(together(posterior), together(prior))
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """Another q(β) with the bias and correlations as they are, another q(θ); with experts other scales of β's prior."""
+        if beliefs.posterior is not None:
+            mean, deviation = beliefs.posterior
+            if "theta" in mean:
+                down = down._replace(theta=gaussian.mean_field(Marginals(mean["theta"], deviation["theta"])))
+            if isinstance(local.q, Own):
+                local = local._replace(q=local.q.moved(Marginals(mean["beta"], deviation["beta"])))
+            elif local.q is not None:
+                local = Local(local.q._replace(mean=mean["beta"], sigma=deviation["beta"]))
+        if beliefs.prior is not None and self.form == "experts":
+            theta = _mean(down.theta)
+            theta = theta._replace(constructor=self.layer.with_prior(theta.constructor, beliefs.prior.deviation["beta"]))
+            down = down._replace(theta=down.theta._replace(mean=theta) if isinstance(down.theta, MeanField) else theta)
+        return down, local
 
     @property
     def labels_optional(self) -> bool:
@@ -301,6 +313,13 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         """The last layer's own part in the default form."""
         size, sigma0 = self.sizes, 1.0 if self.sigma0 is None else self.sigma0
         return Layer(self.model, self._constructor(), size.local, size.outputs, self.bias, sigma0)
+
+    @property
+    def mean_layer(self) -> MeanLayer:
+        """The same in the paper's form."""
+        size = self.sizes
+        sigma0 = self.sigma0 if self.sigma0 is not None else math.sqrt(2 / (size.local + size.outputs))
+        return MeanLayer(self.model, self._constructor(), *size, self.bias, sigma0, self.mean_scale, self.sigma_scale)
 
     def own(self, theta: Theta, data: Data) -> tuple[Own, Float[Array, ""]]:
         """With experts, q(β) and KL(q(β) ‖ r(β))."""
@@ -320,70 +339,36 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         place = jnp.arange(self.draws) % count
         return jax.vmap(one)(each, *jax.tree.map(lambda leaf: leaf[place], (theta, q)))
 
-    def _experts_loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-        for_theta, key = jax.random.split(key)
-        theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
-        nll, divergence = self.layer.episode(theta.network, theta.constructor, key, batch)
-        return mean_loss(self.model, theta.network, batch) + nll + self.tau / jnp.maximum(rows(batch), 1) * divergence
-
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
         """σ0, steps and temperature; nothing in the paper's form."""
         return super().choices if self.form == "experts" else {}
 
     def _loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+        for_theta, key = jax.random.split(key)
+        theta: Theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
         if self.form == "experts":
-            return self._experts_loss(lam, key, batch)
-        for_theta, for_beta = jax.random.split(key)
-        theta = gaussian.draw(for_theta, lam) if isinstance(lam, MeanField) else lam
-        h = self.model.features(theta.network, batch.x)  # type: ignore[misc]
-        support, query = (batch, batch) if self.shared else first_half(batch)
-        q = self.posterior(theta, h, support.mask)
-        outputs = self.model.readout(self.with_head(theta, *self._drawn(for_beta, q)), h)  # type: ignore[misc]
-        nll = masked_mean(-self.model.likelihood.log_prob(outputs, batch.y), query.mask)
-        return nll + self.tau / jnp.maximum(rows(batch), 1) * self.divergence(q)
-
-    def _drawn(self, key: PRNGKeyArray, q: Any) -> tuple[Float[Array, "l k"], Float[Array, " k"]]:
-        if q is None:
-            return jnp.zeros((self.sizes.local, self.sizes.outputs)), jnp.zeros(self.sizes.outputs)
-        return q.mean + q.sigma * jax.random.normal(key, q.mean.shape), q.bias
+            nll, divergence = self.layer.episode(*theta, key, batch)
+            nll = mean_loss(self.model, theta.network, batch) + nll
+        else:
+            nll, divergence = self.mean_layer.episode(*theta, key, batch, self.shared)
+        return nll + self.tau / jnp.maximum(rows(batch), 1) * divergence
 
     def check_gibbs(self, down: Down) -> None:
         """A bound needs a prior for all that a client has, and outputs that are linear in β."""
         if self.gamma > 0 or (self.bias and self.form == "mean"):
             given = "the run is FedVI with a bias or a posterior over θ"
             raise UserError(f"{given}, but a certificate is for FedVI with bias=False and gamma=0; train one")
-        if self.form == "experts":
-            return  # effects are added to the last layer's outputs, and all of them have a prior
-        size, key = self.sizes, jax.random.key(0)
-        h = jax.random.normal(key, (3, size.shared + size.local))
-        beta = jax.random.normal(jax.random.fold_in(key, 1), (size.local, size.outputs))
-        without, whole = (self._outputs(down.theta, one, jnp.zeros(size.outputs), h) for one in (jnp.zeros_like(beta), beta))
-        if not bool(jnp.allclose(whole, without + h[:, size.shared :] @ beta, rtol=1e-3, atol=1e-3)):
-            raise UserError(f"a certificate draws outputs that are linear in the last layer, but those of {self.model} are not")
+        if self.form == "mean":  # experts add effects to the last layer's outputs, and all of them have a prior
+            self.mean_layer.check_linear(_mean(down.theta).network)
 
     def gibbs(self, key: PRNGKeyArray, down: Down, rows: Data, draws: int) -> tuple[Float[Array, "m n k"], Float[Array, ""]]:
         """Outputs are linear in β, so that a draw of β for each row is a normal number for each of its outputs."""
         theta = _mean(down.theta)
-        if self.form == "experts":
-            own, divergence = self.own(theta, rows)
-            return self.layer.gibbs(*theta, key, own, rows.x, draws), divergence
-        q = self.adapt(key, down, Local(None), rows).q
-        assert isinstance(q, Posterior)
-        h = self.model.features(theta.network, rows.x)  # type: ignore[misc]
-        base, local = self._outputs(theta, jnp.zeros_like(q.mean), q.bias, h), h[:, self.sizes.shared :]
-        noise = jax.random.normal(key, (draws, *base.shape))
-        outputs = (base + local @ q.mean)[None] + jnp.sqrt(local**2 @ q.sigma**2)[None] * noise
-        return outputs, self.divergence(q)
-
-    def _outputs(self, theta: Any, beta: Any, bias: Any, h: Any) -> Float[Array, "n k"]:
-        return self.model.readout(self.with_head(theta, beta, bias), h)  # type: ignore[misc]
-
-    def with_head(self, theta: Theta, beta: Float[Array, "l k"], bias: Float[Array, " k"]) -> Params:
-        """The network with a last layer of its own, whose kernel is W_g above β."""
-        head = theta.network["head"]
-        whole = {"kernel": jnp.concatenate([head["kernel"], beta]), "bias": head["bias"] + bias}
-        return {**theta.network, "head": whole}
+        if self.form == "mean":
+            return self.mean_layer.gibbs(*theta, key, rows, draws)
+        own, divergence = self.own(theta, rows)
+        return self.layer.gibbs(*theta, key, own, rows.x, draws), divergence
 
     def _constructor(self) -> Model:
         size = self.sizes
@@ -394,8 +379,11 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         """γ/|D| KL(q(θ) ‖ t(θ))."""
         if self.D is None:
             raise UserError("D is not set: with γ > 0 the prior of θ is weighed against the rows of all clients; give D")
-        sigma = jax.tree.map(lambda mean: jnp.full_like(mean, self.sigma_theta), q.mean)
-        return self.gamma / self.D * gaussian.kl(q, gaussian.Prior(trees.zeros(q.mean), sigma))
+        return self.gamma / self.D * gaussian.kl(q, self._prior(q))
+
+    def _prior(self, q: MeanField) -> gaussian.Prior:
+        """t(θ)."""
+        return gaussian.Prior(trees.zeros(q.mean), jax.tree.map(lambda mean: jnp.full_like(mean, self.sigma_theta), q.mean))
 
 
 @functools.cache

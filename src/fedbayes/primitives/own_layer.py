@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import Data, Params
 from fedbayes.models import Model, Normal
+from fedbayes.models.beliefs import Marginals
 from fedbayes.primitives import experts
 from fedbayes.primitives.experts import Effects
 from fedbayes.primitives.training import in_blocks, labelled, masked_mean, unlabelled
@@ -38,6 +39,26 @@ class Own(NamedTuple):
     mean: Float[Array, "*s r k"]
     root: Float[Array, "*s r r"]
     noise: Float[Array, "*s"] | None
+
+    @property
+    def marginals(self) -> Marginals:
+        """Outputs share deviations. Of a q for each draw of θ those of the mixture, where its variance is a mean over outputs.
+
+        >>> two = Own(jnp.array([[[0.0]], [[2.0]]]), jnp.ones((2, 1, 1)), None).marginals  # variance 1 within, 1 between
+        >>> float(two.mean[0, 0]), round(float(two.deviation[0, 0]), 4)
+        (1.0, 1.4142)
+        """
+        mean, variance = self.mean, jnp.sum(self.root**2, axis=-1, keepdims=True)
+        if mean.ndim == 3:
+            variance = jnp.mean(variance, axis=0) + jnp.mean(jnp.var(mean, axis=0), axis=-1, keepdims=True)
+            mean = jnp.mean(mean, axis=0)
+        return Marginals(mean, jnp.sqrt(variance))
+
+    def moved(self, to: Marginals) -> Own:
+        """The same correlations with other marginals."""
+        mean, deviation = self.marginals
+        ratio = jnp.where(deviation > 0, to.deviation / jnp.where(deviation > 0, deviation, 1.0), 0.0)
+        return self._replace(mean=to.mean + ratio * (self.mean - mean), root=ratio * self.root)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +95,17 @@ class Layer:
     def deviations(self, own: Params) -> Float[Array, " r"]:
         """σ0 s."""
         return jnp.exp(RATE * own["scale"]) * self.sigma0
+
+    def prior(self, own: Params) -> Marginals:
+        """r(β); outputs share deviations."""
+        return Marginals(jnp.zeros((self.local + 1, self.outputs)), self.deviations(own)[:, None])
+
+    def with_prior(self, own: Params, deviation: Float[Array, "r 1"]) -> Params:
+        """Parameters with the scales of another r(β), where σ0 is not 0."""
+        sigma0 = jnp.asarray(self.sigma0, jnp.float32)
+        able = (deviation[:, 0] > 0) & (sigma0 > 0)
+        scale = jnp.log(jnp.where(able, deviation[:, 0] / jnp.where(sigma0 > 0, sigma0, 1.0), 1.0)) / RATE
+        return {**own, "scale": jnp.where(able, scale, own["scale"])}
 
     def units(self, own: Params, h: Float[Array, "n d"]) -> Float[Array, "n r"]:
         """u."""
