@@ -16,6 +16,7 @@ from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Model, Normal, linear, mlp
+from fedbayes.models.beliefs import Beliefs, Marginals
 from fedbayes.primitives.training import Training
 
 KEY = jax.random.key(0)
@@ -343,6 +344,14 @@ def test_default_nests_beta_in_theta(model, clients):
         assert_close(alone.mean, local.q.mean[place], 1e-3)
     more = dataclasses.replace(algorithm, draws=7)
     assert jax.jit(more.predict)(KEY, down, local, rows.x).shape == (7, 32, 2)
+    found = algorithm.beliefs(down, local)
+    same = algorithm.predict(KEY, *algorithm.with_beliefs(down, local, found._replace(prior=None)), rows.x)
+    drawn = algorithm.predict(KEY, down, local, rows.x)
+    assert_close(same, drawn, 1e-4)
+    assert float(jnp.abs(drawn[1:] - drawn[:1]).max()) > 0.1
+    point = Beliefs(Marginals(found.posterior.mean, jax.tree.map(jnp.zeros_like, found.posterior.deviation)))
+    alike = algorithm.predict(KEY, *algorithm.with_beliefs(down, local, point), rows.x)
+    assert_close(alike, jnp.broadcast_to(alike[:1], alike.shape), 1e-5)
 
 
 def personal(seed, clients=60, n=40, unseen=20):

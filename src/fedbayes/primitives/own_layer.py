@@ -56,9 +56,10 @@ class Own(NamedTuple):
 
     def moved(self, to: Marginals) -> Own:
         """The same correlations with other marginals."""
-        mean, deviation = self.marginals
-        ratio = jnp.where(deviation > 0, to.deviation / jnp.where(deviation > 0, deviation, 1.0), 0.0)
-        return self._replace(mean=to.mean + ratio * (self.mean - mean), root=ratio * self.root)
+        old = self.marginals
+        ratio = jnp.where(old.deviation > 0, to.deviation / jnp.where(old.deviation > 0, old.deviation, 1.0), 0.0)
+        before, after, ratio = (jnp.expand_dims(one, range(self.mean.ndim - 2)) for one in (old.mean, to.mean, ratio))
+        return self._replace(mean=after + ratio * (self.mean - before), root=ratio * self.root)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +137,7 @@ class Layer:
 
     def posterior(self, network: Params, own: Params, data: Data, steps: Any, temperature: Any) -> tuple[Own, Float[Array, ""]]:
         """q(β) from a client's rows, and KL(q(β) ‖ r(β))."""
-        exists = data.mask.reshape(-1, *(1,) * (data.x.ndim - 1))
-        h = in_blocks(self.model.features, network, jnp.where(exists, data.x, jnp.zeros_like(data.x)))  # type: ignore[arg-type]
+        h = in_blocks(self.model.features, network, _there(data))  # type: ignore[arg-type]
         q = self.effects(network, own, h, data, steps).tempered(temperature)
         scale, noise = self.deviations(own), own.get("noise")
         noise = None if noise is None else jnp.where(scale[0] > 0, noise, 0.0)  # σ0 = 0 is the global model
@@ -158,7 +158,7 @@ class Layer:
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """−log E_q p(y | β), the mean over a query, and KL(q ‖ r), q from a support of random length."""
         for_noise, for_size, for_labels = jax.random.split(key, 3)
-        h, n = self.model.features(network, batch.x), jnp.sum(batch.mask)  # type: ignore[misc]
+        h, n = self.model.features(network, _there(batch)), jnp.sum(batch.mask)  # type: ignore[misc]
         size = jnp.floor(jax.random.uniform(for_size) * (n // 2 + 1).astype(jnp.float32)).astype(n.dtype)
         support = jnp.arange(len(h)) < size
         y = jnp.where(jax.random.uniform(for_labels) < HIDDEN, unlabelled(batch.y), batch.y)
@@ -181,3 +181,8 @@ class Layer:
         deviation = jnp.sqrt(variance + 1e-12)[:, None]  # the root has no slope at 0
         each = jax.vmap(lambda e: likelihood.log_prob(outputs(mean + deviation * e), y))(noise)
         return math.log(DRAWS) - jax.nn.logsumexp(each, axis=0)
+
+
+def _there(data: Data) -> Shaped[Array, "n ..."]:
+    """The rows, with 0 for those that do not exist: a large number there would leave slopes that are not finite."""
+    return jnp.where(data.mask.reshape(-1, *(1,) * (data.x.ndim - 1)), data.x, jnp.zeros_like(data.x))
