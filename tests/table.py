@@ -25,9 +25,10 @@ TABLE = {
         model, p=0.95, sigma0=1.0, lambda0=0.1, draws=3, elbo=True, train=TRAIN, tune=TUNE, N=4, D=80
     ),
     "fedhb-mixture": lambda model: fb.FedHBMixture.paper(model, K=2, elbo=True, draws=4, train=TRAIN, tune=TUNE, N=4),
-    "fedvi": lambda model: fb.FedVI(
+    "fedvi": lambda model: fb.FedVI.paper(
         model, constructor=(8,), draws=3, train=fb.Training(epochs=5, batch=16, lr=0.1), server_lr=1.0, server_momentum=0.5
     ),
+    "fedvi-experts": lambda model: fb.FedVI(model, constructor=(8,), draws=3, train=TRAIN),
     # Not by Adam, which makes steps of rounding errors where a slope is nearly 0.
     "bpfed": lambda model: fb.BPFed.paper(model, population=True, kl=0.1, draws=3, train=TRAIN, tune=TUNE),
     "bpfed-population": lambda model: fb.BPFed(model, draws=3, train=TRAIN, tune=TUNE),
@@ -57,7 +58,7 @@ TABLE = {
     "pvi": lambda population, silo: fb.PVI(population, silo, steps=5),
 }
 
-VARIANTS = {"bpfed-population": "bpfed", "fedpop-laplace": "fedpop", "fedpop-feature": "fedpop"}
+VARIANTS = {"fedvi-experts": "fedvi", "bpfed-population": "bpfed", "fedpop-laplace": "fedpop", "fedpop-feature": "fedpop"}
 """Rows that are another form of a registered algorithm."""
 
 

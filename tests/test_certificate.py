@@ -49,7 +49,7 @@ def population(count, n, seed, unseen):
 
 
 def trained(data, rounds, cohort=50):
-    algorithm = FedVI(
+    algorithm = FedVI.paper(
         linear((2,), Categorical(2)),
         local=0.5,
         constructor=(16,),
@@ -211,7 +211,7 @@ def test_refusals(small, clients, model):
     with pytest.raises(UserError, match="the run is FedAvg, but a certificate is for FedVI with bias=False"):
         pac_bayes.certify(Simulation(FedAvg(model), clients), "0")
     with pytest.raises(UserError, match="with a bias or a posterior over θ"):
-        pac_bayes.certify(Simulation(FedVI(model), clients), "0")
+        pac_bayes.certify(Simulation(FedVI.paper(model), clients), "0")
     numbers = mlp((4,), Normal(1.0), hidden=(8,))
     with pytest.raises(UserError, match="bounds a share of errors"):
         pac_bayes.certify(Simulation(FedVI(numbers, bias=False), clients), "0")

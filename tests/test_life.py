@@ -171,11 +171,25 @@ def test_every_bayesian_method_at_its_defaults_is_told_what_it_is(name, effect):
         rows, chosen = np.asarray(scores.rows), ~fit.evaluation.unseen if one.mode == "personal" else slice(None)
         assert one.log_score == pytest.approx((scores.log_score[chosen] / rows[chosen]).mean(), abs=1e-4)
     assert life.Check.from_json(found.to_json()) == found
-    if name == "fedvi":
-        assert list(found["adapted"].divergence) == ["beta"]
-        assert found["adapted"].contraction[-1].prior == pytest.approx(fit.shared.algorithm.prior_scale**2)
     if name == "fedpop":
         assert found["adapted"].parts["person"].sign == 1
+
+
+@pytest.mark.parametrize("make", [fb.FedVI.paper, fb.FedVI], ids=["paper", "experts"])
+def test_fedvis_prior_is_known_in_both_forms(make, effect):
+    """A constant as published; by default learnt scales, which are measured, and a posterior that contracts."""
+    fit = fb.simulate(make(fb.network("mlp", effect, hidden=(8,))), effect, rounds=5, choose=False)
+    found, algorithm, theta = fb.check(fit, modes=("adapted",))["adapted"], fit.shared.algorithm, fit.shared.down.theta
+    assert list(found.divergence) == ["beta"]
+    assert found.divergence["beta"] > 0
+    if algorithm.form == "mean":
+        assert found.contraction[-1].prior == pytest.approx(algorithm.mean_layer.sigma0**2)
+        return
+    scales = np.asarray(algorithm.layer.deviations(theta.constructor))
+    assert scales.std() > 0
+    assert found.contraction[-1].prior == pytest.approx((scales**2).mean(), rel=1e-4)
+    assert found.contraction[-1].variance < found.contraction[0].variance < found.contraction[0].prior
+    assert set(life.PRIOR) <= set(found.parts)
 
 
 @pytest.mark.slow

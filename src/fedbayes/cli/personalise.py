@@ -88,4 +88,5 @@ def rows_of(shared: Posterior, path: Path, *, labels: bool) -> tuple[np.ndarray,
         advice = "add it, or train a method that needs none, such as fedvi"
         raise UserError(f"{shared.algorithm.title} adapts to rows with labels, but {path} has {there}; {advice}")
     x = np.concatenate([block.x for block in rows])
-    return x.astype(np.float32) if spec.dtypes[0] == "float32" else x, rows.labels() if labels else None
+    read = labels or (rows.labelled and shared.algorithm.labels_optional)
+    return x.astype(np.float32) if spec.dtypes[0] == "float32" else x, rows.labels() if read else None

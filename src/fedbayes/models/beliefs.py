@@ -16,7 +16,7 @@ from fedbayes.trees import Params
 
 
 class Marginals(NamedTuple):
-    """Mean and standard deviation of each parameter."""
+    """Mean and standard deviation of each parameter; an axis along which deviations are the same may have length 1 in them."""
 
     mean: Params
     deviation: Params
@@ -27,6 +27,11 @@ class Beliefs(NamedTuple):
 
     posterior: Marginals | None = None
     prior: Marginals | None = None
+
+
+def together(parts: dict[str, Marginals]) -> Marginals | None:
+    """One distribution over all parts, by name; None where there is none."""
+    return Marginals(*({name: part[place] for name, part in parts.items()} for place in (0, 1))) if parts else None
 
 
 def of_draws(draws: Params) -> Marginals:

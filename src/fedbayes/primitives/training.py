@@ -279,3 +279,17 @@ def masked_mean(values: Float[Array, " n"], mask: Shaped[Array, " n"]) -> Float[
 def rows(data: Data) -> Float[Array, ""]:
     """How many rows the client has."""
     return jnp.sum(data.mask).astype(jnp.float32)
+
+
+def unlabelled(y: Array) -> Array:
+    """Labels that are missing: NaN, or for whole numbers the least there is. See `NetworkAlgorithm.labels_optional`.
+
+    >>> labelled(unlabelled(jnp.array([1, 2]))).tolist(), labelled(jnp.array([1.0, jnp.nan])).tolist()
+    ([False, False], [True, False])
+    """
+    return jnp.full_like(y, jnp.nan if jnp.issubdtype(y.dtype, jnp.floating) else jnp.iinfo(y.dtype).min)
+
+
+def labelled(y: Array) -> Array:
+    """Which rows have a label."""
+    return ~jnp.isnan(y) if jnp.issubdtype(y.dtype, jnp.floating) else y != jnp.iinfo(y.dtype).min

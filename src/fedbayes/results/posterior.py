@@ -29,6 +29,7 @@ from fedbayes.errors import UserError, nearest
 from fedbayes.evaluation import assess
 from fedbayes.models import Model
 from fedbayes.models.predictive import Uncertainty, is_numeric, predictive, quantile, uncertainty
+from fedbayes.primitives.training import unlabelled
 from fedbayes.results import serialise
 from fedbayes.sheets import listing
 
@@ -153,8 +154,8 @@ class Posterior:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether `adapt` looks at labels."""
-        return wire.adapt_reads_labels(self.algorithm, self.rows.example)
+        """Whether `adapt` needs labels."""
+        return not self.algorithm.labels_optional and wire.adapt_reads_labels(self.algorithm, self.rows.example)
 
     def adapt(self, x: Any, y: Any = None) -> Posterior:
         """This model fitted to somebody's rows. Labels may be missing where the method does not look at them, as FedVI."""
@@ -163,7 +164,8 @@ class Posterior:
             advice = "give y, or train a method that needs none, such as fedvi"
             raise UserError(f"{self.algorithm.title} adapts to rows with labels, but there are none; {advice}")
         labels = np.zeros(len(x)) if y is None else checked_labels(y, self.rows.classes, len(x))
-        return self.adapted(self.rows.data(x, labels), f"{len(x)} rows")
+        rows = self.rows.data(x, labels)
+        return self.adapted(rows if y is not None else rows._replace(y=unlabelled(rows.y)), f"{len(x)} rows")
 
     def adapted(self, rows: Data, who: str) -> Posterior:
         """This model after `adapt` on checked rows."""

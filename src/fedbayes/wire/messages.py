@@ -65,12 +65,12 @@ def manifest(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> list[Leaf]:
 
 
 def adapt_reads_labels(algorithm: Algorithm[Any, Any, Any, Any], data: Any) -> bool:
-    """Whether a client needs labels to be adapted to; told from the program itself.
+    """Whether `adapt` looks at a client's labels; told from the program itself.
 
     >>> import fedbayes as fb
     >>> clients = fb.data.load("digits")
     >>> model = fb.network("mlp", clients)
-    >>> adapt_reads_labels(fb.FedAvg(model), clients.example), adapt_reads_labels(fb.FedVI(model), clients.example)
+    >>> adapt_reads_labels(fb.FedAvg(model), clients.example), adapt_reads_labels(fb.FedVI.paper(model), clients.example)
     (True, False)
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
