@@ -35,50 +35,67 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.primitives.training import Training, descend, mean_loss, rows, tuning
+from fedbayes.primitives import apart, curvature
+from fedbayes.primitives.apart import Apart, Squares
+from fedbayes.primitives.spikes import drop_columns, pull, student_t
+from fedbayes.primitives.training import Training, descend, drawn, masked_mean, mean_loss, rows, tuning
 
 PULL = 0.02
 """The strength of a client's prior, as FedProx's μ counts it, where σ0 is not given."""
+HEATS = (0.0, 0.01, 0.1, 0.3, 1.0)
+"""What the variances of draws around m0 may be multiplied by."""
+EVERY, HEATED, HEATED_DRAWS = 10, 16, 8
+"""Once in so many rounds clients score them, by so many rows and draws."""
 
 
 class Server(NamedTuple):
     """q(φ): m0 and V0 of the body, Σ0 of each array; the fixed head, the bound of the last round, and the rounds so far."""
 
     m0: Params
-    V0: Params
-    Sigma0: Params
+    V0: Params | None
+    Sigma0: Params | None
     head: Params
     bound: Float[Array, ""] | None
     round: Int[Array, ""]
+    apart: Apart | None = None
+    heat: Float[Array, ""] | None = None
 
 
 class Local(NamedTuple):
-    """The client's m after `adapt`, body and head; nothing while training."""
+    """The client's m and s² after `adapt`, body and head; while training nothing, or with start="last" those of the body."""
 
     m: Params | None
+    s2: Params | None = None
+    own: Bool[Array, ""] | None = None
+    """Whether a client that keeps them has any."""
 
 
 class Down(NamedTuple):
     """m0, V0, the fixed head, and this round's step size."""
 
     m0: Params
-    V0: Params
+    V0: Params | None
     head: Params
     lr: Float[Array, ""]
+    apart: Apart | None = None
+    heat: Float[Array, ""] | None = None
+    turn: Bool[Array, ""] | None = None
 
 
 class Up(NamedTuple):
     """The client's step δ_i = m_i − m0, its square, its training loss, and with `elbo` its term (5) of the bound."""
 
     delta: Mean[Params]
-    square: Mean[Params]
+    square: Mean[Params | None]
     loss: Mean[Float[Array, ""]]
     objective: Mean[Float[Array, ""] | None]
+    apart: Mean[Squares | None] = None
+    heats: Mean[Float[Array, " heats"] | None] = None
 
 
 class Prior(NamedTuple):
@@ -102,11 +119,21 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """
 
     published: ClassVar[Mapping[str, Any]] = {
+        "form": "spike",
+        "draws": 0,
         "head": ("head",),
         "sigma0": 0.1,
         "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
     }
 
+    form: Literal["gaussian", "spike"] = setting("gaussian", "spike")
+    """q_i: a Gaussian around m_i, or the paper's spike at m_i with columns dropped."""
+    pool: Literal["array", "weight"] = setting("array", "weight")
+    """Gaussian: what has a variance of its own."""
+    start: Literal["mean", "last"] = setting("mean", "last")
+    """Gaussian: where a client's round starts: at m0, or at its last m_i, which it then keeps."""
+    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 1.0))
+    """Gaussian: multiplies s_i² in `adapt`; 0 predicts with m_i alone."""
     head: tuple[str, ...] = ()
     """Paths of the part that is not trained; with none, everything is."""
     head_scale: float = 1.0
@@ -127,7 +154,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether Σ0 is learnt, one for each array of the network, by a step of EM a round."""
     elbo: bool = False
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
-    draws: int = setting(0, least=0)
+    draws: int = setting(10, least=0)
     """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
@@ -156,29 +183,41 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """m0 and the head at random; V0 such that a client sees Σ0 alone."""
         head, m0 = trees.frozen(self.model.init(key), self.head, self.head_scale)
+        bound = jnp.float32(0) if self.elbo else None
+        if self.form == "gaussian":
+            learnt = apart.start(m0, self.scale0, self._clients(), self._by_weight)
+            return Server(m0, None, None, head, bound, jnp.int32(0), learnt, jnp.float32(0))
         at_start = 1.0 if self.prior == "literal" else (self._clients() + 3) * self.scale0**2
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(at_start), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
-        return Server(m0, V0, Sigma0, head, jnp.float32(0) if self.elbo else None, jnp.int32(0))
+        return Server(m0, V0, Sigma0, head, bound, jnp.int32(0))
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """Nothing."""
-        return Local(None)
+        """Nothing, or with start="last" no m yet."""
+        if self.start == "mean":
+            return Local(None)
+        nothing = trees.zeros(trees.frozen(self.model.init(key), self.head, self.head_scale)[1])
+        return Local(nothing, nothing, jnp.bool_(False))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """q(φ), the head and the round's step size."""
-        return Down(server.m0, server.V0, server.head, self.train.lr_of(server.round + 1))
+        turn = None if server.heat is None else server.round % EVERY == EVERY // 2
+        return Down(server.m0, server.V0, server.head, self.train.lr_of(server.round + 1), server.apart, server.heat, turn)
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (17), from m0."""
-        m_i, loss = self._fit(down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
+        if self.form == "gaussian":
+            return self._gaussian_client(key, down, local, data)
+        m_i, loss = self._fit(down.m0, down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
         delta = jax.tree.map(jnp.subtract, m_i, down.m0)
         objective = self._objective(down, m_i, delta, data) if self.elbo else None
         return Up(delta, jax.tree.map(jnp.square, delta), loss, objective), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Equation 18."""
+        if self.form == "gaussian":
+            return self._gaussian_server(server, down, up)
         N, p, of = self._clients(), self.p, self._prior(server.m0)
 
         def mean(old: Array, delta: Array) -> Array:
@@ -206,41 +245,125 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         return {} if server.bound is None else {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""
+        """Equation 46, from m0; the head's weights have the prior N(head, σ0²). Gaussian: then s²."""
         start = trees.merge(down.m0, down.head)
         of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.scale0**2, leaf.dtype), down.head)
-        precision = trees.merge(self._precision(down), of_head)
+        precision = self._precision(down)
+        if down.apart is not None:  # nor is m0 known
+            precision = jax.tree.map(lambda v: 1 / v, apart.spread(down.apart, down.m0))
+        precision = trees.merge(precision, of_head)
         nothing = jax.tree.map(lambda _: None, start)
-        return Local(self._fit(start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)[0])
+        m, _ = self._fit(start, start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)
+        if self.form == "spike":
+            return Local(m)
+        s2 = jax.tree.map(lambda f, t: 1 / (f + t), self._curvature(key, m, nothing, data), precision)
+        own = None if self.start == "mean" else jnp.bool_(True)
+        return Local(m, jax.tree.map(lambda leaf: self.temperature * leaf, s2), own)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """The client's m with columns dropped (12), or Student-t draws around m0 where it has none (19)."""
-        if self.draws == 0 or (local.m is not None and self.p == 1):
-            return self.model.apply(trees.merge(down.m0, down.head) if local.m is None else local.m, x)[None]
+        """Draws of q_i, or Student-t draws around m0 for a client that has none (19)."""
+        spike = self.form == "spike"
+        if self.draws == 0 or (spike and local.m is not None and self.p == 1):
+            m = down.m0 if local.m is None else local.m
+            m = m if local.own is None or local.m is None else self._own(down, local)
+            return self.model.apply(trees.merge(m, down.head), x)[None]
 
-        def one(key: PRNGKeyArray) -> Float[Array, "n k"]:
-            if local.m is not None:
-                return self.model.apply(drop_columns(key, local.m, self.p), x)
-            return self.model.apply(trees.merge(self.student_t(key, down), down.head), x)
+        def one(key: PRNGKeyArray) -> Params:
+            if local.m is None:
+                return self.student_t(key, down)
+            if spike:
+                return drop_columns(key, local.m, self.p)
+            drawn = jax.tree.map(lambda m, s2, e: m + jnp.sqrt(s2) * e, local.m, local.s2, trees.normal_like(key, local.m))
+            return drawn if local.own is None else trees.choose(local.own, drawn, self.student_t(key, down))
 
-        return jax.lax.map(one, jax.random.split(key, self.draws))
+        keys = jax.random.split(key, self.draws)
+        return jax.lax.map(lambda key: self.model.apply(trees.merge(one(key), down.head), x), keys)
 
     def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
         """A draw of a new client's body (19): weights have their own variances a posteriori, or share one (literal)."""
-        of, shape = self._prior(down.m0), trees.normal_like(key, down.m0)
+        of, normal = self._prior(down.m0), trees.normal_like(key, down.m0)
+        if down.apart is not None:
+            v, degrees = apart.spread(down.apart, down.m0), down.apart.degrees
+            v = jax.tree.map(lambda v: down.heat * v, v)
+            if self.prior == "fixed":
+                return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, normal)
+            noise = self._heavy(key, down.m0, degrees)
+            return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, noise)
         if self.prior == "fixed":
-            noise = shape  # no variance to be unsure of
+            noise = normal  # no variance to be unsure of
         elif self.prior == "literal":
             heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
-            noise = jax.tree.map(lambda e: heavy * e, shape)
+            noise = jax.tree.map(lambda e: heavy * e, normal)
         else:
-            leaves, structure = jax.tree.flatten(down.m0)
-            keys = jax.random.split(key, len(leaves))
-            noise = jax.tree.unflatten(
-                structure, [student_t(one, of.degrees, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
-            )
+            noise = self._heavy(key, down.m0, jax.tree.map(lambda _: of.degrees, down.m0))
         scale = (of.l0 + 1) / (of.l0 * of.degrees)
         return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+
+    def _heavy(self, key: PRNGKeyArray, like: Params, degrees: Params) -> Params:
+        leaves, structure = jax.tree.flatten(like)
+        keys, of = jax.random.split(key, len(leaves)), jax.tree.leaves(degrees)
+        return jax.tree.unflatten(
+            structure, [student_t(one, nu, leaf.shape) for one, nu, leaf in zip(keys, of, leaves, strict=True)]
+        )
+
+    def _gaussian_client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
+        """m_i under N(m0, σ²), and s_i² from the curvature of the client's rows at m_i."""
+        start = self._own(down, local) if self.start == "last" else down.m0
+        precision = self._precision(down)
+        under = precision
+        if self.start == "mean":  # under σ² itself m0 would move slowly where clients agree, and as slowly as EM does
+            under = jax.tree.map(lambda t: jnp.full_like(t, 1 / self.scale0**2), precision)
+        m_i, loss = self._fit(start, down.m0, down.head, under, self.train, down.lr, key, data)
+        F = self._curvature(key, m_i, down.head, data)
+        s2 = jax.tree.map(lambda f, t: 1 / (f + t), F, precision)
+        delta, objective = jax.tree.map(jnp.subtract, m_i, down.m0), None
+        if self.elbo:
+            terms = jax.tree.map(lambda t, d, s: jnp.sum(t * (d**2 + s) - 1 - jnp.log(t * s)) / 2, precision, delta, s2)
+            nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
+            objective = nll + jax.tree.reduce(jnp.add, terms)
+        way = apart.way(self.train, down.lr, data, self.scale0**2) if self.start == "mean" else apart.END
+        sent = apart.squares(delta, F, jax.tree.map(lambda t: 1 / t, precision), rows(data), way, self._by_weight)
+        kept = local
+        if self.start == "last":  # m0's variance σ²/l reaches m_i where the client's rows leave room
+            more = jax.tree.map(lambda s, v, n: s + s**2 / (v * n), s2, down.apart.variance, down.apart.clients)
+            kept = Local(m_i, more, jnp.bool_(True))
+        return Up(delta, None, loss, objective, sent, self._heats(key, down, data)), kept
+
+    def _heats(self, key: PRNGKeyArray, down: Down, data: Data) -> Float[Array, " heats"]:
+        """Log scores of some rows under draws around m0 whose variances are multiplied by each of `HEATS`; 0 out of turn."""
+        for_rows, for_draws = jax.random.split(jax.random.fold_in(key, 0xFFFFFFFC))
+        some, keys = drawn(for_rows, data, HEATED), jax.random.split(for_draws, HEATED_DRAWS)
+
+        def score(heat: Float[Array, ""]) -> Float[Array, ""]:
+            def one(key: PRNGKeyArray) -> Float[Array, " n"]:
+                m = self.student_t(key, down._replace(heat=heat))
+                return self.model.likelihood.log_prob(self.model.apply(trees.merge(m, down.head), some.x), some.y)
+
+            return masked_mean(jax.nn.logsumexp(jax.vmap(one)(keys), axis=0), some.mask)
+
+        return jax.lax.cond(down.turn, lambda: jax.lax.map(score, jnp.asarray(HEATS)), lambda: jnp.zeros(len(HEATS)))
+
+    def _gaussian_server(self, server: Server, down: Down, up: Up) -> Server:
+        """m0 is the mean of the m_i; σ² by apart.py."""
+        m0 = jax.tree.map(jnp.add, server.m0, up.delta)
+        learnt = apart.next(
+            server.apart, up.delta, up.apart, self.scale0, self._clients(), self._by_weight, self.prior != "fixed"
+        )
+        bound = None if up.objective is None else -self._clients() * up.objective
+        heat = jnp.where(down.turn, jnp.asarray(HEATS)[jnp.argmax(up.heats)], server.heat)
+        return Server(m0, None, None, server.head, bound, server.round + 1, learnt, heat)
+
+    def _curvature(self, key: PRNGKeyArray, m: Params, fixed: Params, data: Data) -> Params:
+        """F, what the client's rows say of each weight."""
+        model = dataclasses.replace(self.model, apply=lambda m, x: self.model.apply(trees.merge(m, fixed), x))
+        return curvature.diagonal(model, m, jax.random.fold_in(key, 0xFFFFFFFD), data)
+
+    def _own(self, down: Down, local: Local) -> Params:
+        return trees.choose(local.own, local.m, down.m0)
+
+    @property
+    def _by_weight(self) -> bool:
+        return self.pool == "weight"
 
     @property
     def scale0(self) -> float:
@@ -276,12 +399,15 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""
+        if down.apart is not None:
+            return jax.tree.map(lambda leaf, v: jnp.broadcast_to(1 / v, leaf.shape), down.m0, down.apart.variance)
         pull = self._prior(down.m0).pull
         return jax.tree.map(lambda V: pull / V, down.V0)
 
     def _fit(
         self,
         start: Params,
+        m0: Params,
         fixed: Params,
         precision: Params,
         training: Training,
@@ -290,20 +416,21 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         data: Data,
     ) -> tuple[Params, Float[Array, ""]]:
         """(17) over |D_i|, by minibatches; of the pull what is too strong for a gradient is an implicit step after each."""
-        strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
+        p = self.p if self.form == "spike" else 1.0
+        strength = jax.tree.map(lambda one: p / jnp.maximum(rows(data), 1) * one, precision)
         most = self._explicit(training, lr)
         length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
 
         def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
             gentle = jax.tree.map(lambda s: jnp.minimum(s, most), strength)
-            return mean_loss(self.model, trees.merge(drop_columns(key, m, self.p), fixed), batch) + pull(gentle, m, start)
+            return mean_loss(self.model, trees.merge(drop_columns(key, m, p), fixed), batch) + pull(gentle, m, m0)
 
         def pulled(m: Params) -> Params:
             def one(s: Array, m: Array, m0: Array) -> Array:
                 rest = length * (s - jnp.minimum(s, most))
                 return (m + rest * m0) / (1 + rest)
 
-            return jax.tree.map(one, strength, m, start)
+            return jax.tree.map(one, strength, m, m0)
 
         return descend(self.model, F, start, training, lr, key, data, pulled if training.optimiser == "sgd" else None)
 
@@ -326,52 +453,3 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             return jnp.sum(of.n0 * (Sigma0 + self.lambda0 * m0**2) / V + of.nu0 * (jnp.log(V) - jnp.log(Sigma0))) / 2
 
         return jax.tree.reduce(jnp.add, jax.tree.map(term, server.V0, server.m0, server.Sigma0))
-
-
-def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
-    """m̃: each column of a weight matrix, which is what leaves one input unit, and each bias is kept with probability p.
-
-    What a normalisation multiplies a channel by, a leaf named scale, is a column of its own: without all of them at once
-    nothing would be left of the network.
-    """
-    if p == 1:
-        return m
-    leaves, structure = jax.tree_util.tree_flatten_with_path(m)
-    # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
-    masks = [leaf.shape if getattr(path[-1], "key", "") == "scale" else _column_mask(leaf.shape) for path, leaf in leaves]
-    sizes = [math.prod(shape) for shape in masks]
-    draws = jax.random.uniform(key, (sum(sizes),))  # one for all
-    # In a loop, so that zeros and ones are made once and not again for every pixel that a scale or a filter multiplies.
-    halves = jnp.pad(draws, (0, len(draws) % 2)).reshape(2, -1)
-    kept = jax.lax.map(lambda half: (half < p).astype(jnp.float32), halves).reshape(-1)
-    found, start = [], 0
-    for (_, leaf), shape, size in zip(leaves, masks, sizes, strict=True):
-        mask = kept[start : start + size].reshape(shape)
-        found.append(leaf * jnp.broadcast_to(mask, leaf.shape))
-        start += size
-    return jax.tree.unflatten(structure, found)
-
-
-def _column_mask(shape: tuple[int, ...]) -> tuple[int, ...]:
-    axis = {0: None, 1: None, 3: 2}.get(len(shape), len(shape) - 2)
-    return tuple(size if place == axis else 1 for place, size in enumerate(shape))
-
-
-def student_t(key: PRNGKeyArray, degrees: float, shape: tuple[int, ...]) -> Array:
-    """Student's t by Bailey's polar form (1994): exact, from two uniform numbers, where a gamma draw would be slow."""
-    one, two = jax.random.split(key)
-    radius = jax.random.uniform(one, shape, minval=1e-12)
-    spread = jnp.sqrt(degrees * jnp.expm1(-2 / degrees * jnp.log(radius)))
-    return spread * jnp.cos(2 * jnp.pi * jax.random.uniform(two, shape))
-
-
-@jax.custom_jvp
-def pull(weights: Params, m: Params, m0: Params) -> Float[Array, ""]:
-    """The slopes of ½ Σ w (m − m0)², and 0 for its value, which nobody reads and which would be one more look at them."""
-    return jnp.float32(0)
-
-
-@pull.defjvp
-def _slope_of_pull(primals: tuple[Params, Params, Params], tangents: tuple[Params, Params, Params]) -> tuple[Array, Array]:
-    terms = jax.tree.map(lambda w, m, m0, dm: jnp.sum(w * (m - m0) * dm), *primals, tangents[1])
-    return jnp.float32(0), jax.tree.reduce(jnp.add, terms, jnp.float32(0))
