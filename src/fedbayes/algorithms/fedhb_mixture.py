@@ -196,6 +196,8 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         F = curvature.diagonal(model, m_i, jax.random.fold_in(key, 0xFFFFFFFD), data)
         v, way = jax.tree.map(lambda _: down.sigma2, F), apart.way(self.train, down.lr, data, self.sigma2)
         nearest = jax.tree.map(lambda m, r: m - r[label], m_i, down.r)
+        slope = jax.grad(lambda m: mean_loss(self.model, trees.merge(m, down.head), data))(start)
+        way = apart.measured(way, nearest, slope, F, rows(data))
         sent = apart.squares(nearest, F, v, rows(data), way, by_weight=False)
         sums = Squares(*(jax.tree.reduce(jnp.add, part) for part in sent))
         return Up(moved, c, beta, loss, objective, sums._replace(step=jnp.sum(c * distance))), local

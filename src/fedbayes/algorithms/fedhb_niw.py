@@ -322,6 +322,9 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
             objective = nll + jax.tree.reduce(jnp.add, terms)
         way = apart.way(self.train, down.lr, data, self.scale0**2) if self.start == "mean" else apart.END
+        if self.start == "mean":
+            slope = jax.grad(lambda m: mean_loss(self.model, trees.merge(m, down.head), data))(down.m0)
+            way = apart.measured(way, delta, slope, F, rows(data))
         sent = apart.squares(delta, F, jax.tree.map(lambda t: 1 / t, precision), rows(data), way, self._by_weight)
         kept = local
         if self.start == "last":  # m0's variance σ²/l reaches m_i where the client's rows leave room

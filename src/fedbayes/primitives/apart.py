@@ -94,6 +94,20 @@ def way(training: Training, lr: Float[Array, ""], data: Data, pull: float) -> Wa
     return Way(jnp.maximum(steps, 1.0), lr / (1 - beta) * (steps - beta * (1 - beta**steps) / (1 - beta)), pull)
 
 
+def measured(of: Way, delta: Params, gradient: Params, F: Params, n: Float[Array, ""]) -> Way:
+    """The steps as they were found to be: shorter where gradients were clipped, going by the first gradient (of the mean)."""
+    if of.t is jnp.inf:
+        return of
+
+    def expected(gradient: Array, F: Array) -> Float[Array, ""]:
+        h = (F + 1 / of.pull) / jnp.maximum(n, 1)
+        return jnp.sum(gradient**2 * (1 - jnp.maximum(1 - of.t / of.steps * h, 0.0) ** of.steps) / h)
+
+    found = jax.tree.reduce(jnp.add, jax.tree.map(lambda d, g: -jnp.sum(d * g), delta, gradient))
+    whole = jax.tree.reduce(jnp.add, jax.tree.map(expected, gradient, F))
+    return of._replace(t=of.t * jnp.clip(found / jnp.maximum(whole, 1e-30), 0.02, 1.0))
+
+
 def squares(delta: Params, F: Params, variance: Params, n: Float[Array, ""], of: Way, by_weight: bool) -> Squares:
     """What a client sends beside its step δ."""
 
@@ -142,6 +156,6 @@ def spread(apart: Apart, like: Params) -> Params:
     return jax.tree.map(lambda leaf, v: jnp.broadcast_to(v, leaf.shape), like, total)
 
 
-def relative(apart: Apart) -> dict[str, Float[Array, ""]]:
+def deviations(apart: Apart) -> dict[str, Float[Array, ""]]:
     """σ of each array by its path, the root mean square where it has one for each weight."""
     return {path: jnp.sqrt(jnp.mean(leaf)) for path, leaf in trees.named(apart.variance).items()}
