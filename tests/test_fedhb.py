@@ -18,6 +18,7 @@ from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Normal, from_functions, mlp, network
+from fedbayes.primitives import several
 from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
@@ -450,3 +451,35 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
 def test_bad_settings_get_one_sentence(make, sentence, model):
     with pytest.raises(UserError, match=sentence):
         make(model)
+
+
+@pytest.mark.parametrize("start", ["mean", "last"])
+def test_gaussian_clients_learn_the_variance_of_a_normal_hierarchy(start):
+    """Against restricted maximum likelihood and the exact posterior under it, though a round is a single step."""
+    d, N, rows = 4, 20, 4
+    data, means = normal_means(d, clients=N, rows=rows)
+    algorithm = FedHBNIW(coordinates(d), start=start, temperature=0.9)  # given, so that all clients train in all rounds
+    algorithm = dataclasses.replace(algorithm, tune=Training(epochs=60, batch=50, lr=0.1, momentum=0.5))
+    simulation = simulated(algorithm, data, 100)
+    state, v = simulation.state, NOISE**2 / rows
+    exact = ((means - means.mean(axis=0)) ** 2).sum() / (d * (N - 1)) - v
+    sigma2 = float(state.apart.variance["body"]["w"])
+    assert abs(sigma2 / exact - 1) < 0.1
+    deviation = np.sqrt((sigma2 + v) / N)
+    np.testing.assert_allclose(state.m0["body"]["w"], means.mean(axis=0), atol=0.05 * deviation)
+    np.testing.assert_allclose(sigma2 / state.apart.clients["body"]["w"], deviation**2, rtol=0.1)
+    if start == "last":
+        kept = simulation.local.get(np.arange(N))
+        w = sigma2 / (sigma2 + v)
+        variance = w * v + (1 - w) ** 2 * deviation**2
+        expected = w * means + (1 - w) * means.mean(axis=0)
+        np.testing.assert_allclose(kept.m["body"]["w"], expected, atol=0.05 * np.sqrt(variance))
+        np.testing.assert_allclose(kept.s2["body"]["w"], np.full((N, d), variance), rtol=0.1)
+
+
+def test_shares_of_the_gate_are_exact():
+    outputs = jnp.log(jnp.array([[[0.9, 0.1]], [[0.2, 0.8]], [[0.5, 0.5]]]))
+    shares = jnp.array([[0.537, 0.2, 0.263]])
+    draws = several.blended(Categorical(2), outputs, several.overlaps(shares, 5))
+    mixed = jax.nn.softmax(draws, axis=-1).mean(axis=0)
+    np.testing.assert_allclose(mixed[0, 0], 0.537 * 0.9 + 0.2 * 0.2 + 0.263 * 0.5, rtol=1e-5)

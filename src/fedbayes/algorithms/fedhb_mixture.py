@@ -7,8 +7,15 @@
     predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
     adapt:   (22) on the client's rows, body and head                                              (84, 85)
 
-c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, and the
-loss. Sums are N times the mean over the clients of the round. Heads, the gate's too, stay at their random start while training.
+c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, the loss
+and four numbers from which σ² is learnt (primitives/apart.py, all weights as one group). Clients train under the σ² that was
+given, as prototypes follow clients slowly under a narrow one; `adapt` uses the learnt one. Sums are N times the mean over the
+clients of the round.
+
+By default prototypes start at random, each client's round starts at the one that fits its rows best, and for half the run one
+that has more than its share of clients gets dearer: else the first that is better has them all. A prediction is S draws; one
+between two prototypes mixes their distributions, so that the gate's shares are exact. With `.paper` prototypes start alike,
+rounds start at their mean, shares are rounded to 1/S, σ² is given, and heads, the gate's too, stay at their random start.
 
 The prior of the prototypes is flat by default. Under N(0, I), as printed, each round draws them to 0 by σ²/(σ² + Σ_i c_ij), and
 clients that take a few steps a round do not make up for it: after 60 rounds with 20 clients the weights of a network had .6 of
@@ -303,9 +310,9 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         return self.start == "best" and self.balance > 0 and self.K > 1
 
     @property
-    def _until(self) -> float:
+    def _until(self) -> int:
         """The round from which prototypes cost the same."""
-        return (self.rounds or 0) / 2
+        return (self.rounds or 0) // 2
 
     def _best(self, down: Down, data: Data, price: Float[Array, " K"] | None = None) -> Params:
         """The prototype that fits the client's rows best."""

@@ -1,18 +1,31 @@
 """FedHB with the Normal-Inverse-Wishart prior (Kim and Hospedales 2023, section 3.1 and Appendix B).
 
     θ_i ~ N(μ, Σ) for each client,   μ | Σ ~ N(0, Σ/λ0),   Σ ~ IW(Σ0, ν0)                             (13, 14)
+    q_i(θ_i) = N(m_i, s_i²),   q(φ): m0 and a variance σ² for each array of the network (or each weight)
+    client:  minimise −log p(D_i | m_i) + ½ Σ_k E[Σ⁻¹]_k (m_i − m0)²_k,   s_i² = 1/(F_i + E[Σ⁻¹])          (17)
+    server:  m0 = mean of the m_i,   σ² from Σ(m_i − m0)², Σ s_i² and two more sums (primitives/apart.py)
+    predict: S draws from t_ν(m0, T0 σ² (1 + 1/l)), or from q_i after `adapt`                          (19)
+    adapt:   (17) under N(m0, σ² (1 + 1/l)), then q_i = N(m_i, T s_i²)
+
+F_i is the diagonal of the Gauss–Newton matrix of the client's rows (primitives/curvature.py). T, 0 or 1, is chosen by the
+federation with the step size and length of `adapt`. T0 is one of `HEATS`: every tenth round clients score rows of theirs under
+draws around m0, and send five numbers; where draws of all weights of a network are mere noise, it is 0. With start="mean" a
+round starts at m0 and is taken under σ0²: under σ², m0 would follow clients slowly. With start="last" clients keep m_i, go on
+from it under σ² and have a personal posterior: exact for linear models, while networks that went on apart have a poor mean.
+
+**form="spike"**, as in `.paper`, is what was published:
+
     q(μ, Σ) = N(μ; m0, Σ/l0) IW(Σ; V0, n0) with V0 diagonal,   q_i(θ_i) = m_i with columns dropped, p kept       (15, 16)
     client:  minimise −log p(D_i | m̃_i) + p/2 Σ_k E[Σ⁻¹]_k (m_i − m0)²_k                              (17)
     server:  m0 = p/(N + λ0) Σ m_i,   V0 = n0/(N + ν0) (Σ0 + Nε² + λ0 m0² + Σ ρ_i),
              ρ_i = p (m_i − m0)² + (1 − p) m0²                                                     (18), the diagonal
-    predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν)                                                (19)
+    predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν), with draws=0 the mode                              (19)
     adapt:   (17) on the client's rows, body and head; then draws of m with columns dropped        (46, 12)
 
-Sums over clients are N times the mean over those of the round. Clients send their step δ_i = m_i − m0 and δ_i², of which the
-server needs only sums: 2 d numbers and the loss, where the paper sends d and needs each client's. The head stays at its random
-start while training. ε enters V0 and the bound alone: noise of 1e-4 on every weight changes nothing that can be seen.
+Sums over clients are N times the mean over those of the round. Clients send δ_i = m_i − m0 and δ_i², of which the server needs
+only sums: 2 d numbers and the loss, where the paper sends d and needs each client's. ε enters V0 and the bound alone.
 
-**The prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
+**Its prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
 n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0. Σ0 is set to
 (N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
 "literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
@@ -42,8 +55,8 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setti
 from fedbayes.errors import UserError
 from fedbayes.primitives import apart, curvature
 from fedbayes.primitives.apart import Apart, Squares
-from fedbayes.primitives.spikes import drop_columns, pull, student_t
-from fedbayes.primitives.training import Training, descend, drawn, masked_mean, mean_loss, rows, tuning
+from fedbayes.primitives.spikes import descend_under, divergence, divergence_of_phi, drop_columns, student_t_like
+from fedbayes.primitives.training import Training, drawn, masked_mean, mean_loss, rows, tuning
 
 PULL = 0.02
 """The strength of a client's prior, as FedProx's μ counts it, where σ0 is not given."""
@@ -237,7 +250,11 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         V0 = server.V0
         if self.prior != "fixed":
             V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
-        bound = None if up.objective is None else -(N * up.objective + self._kl(server))
+        bound = (
+            None
+            if up.objective is None
+            else -(N * up.objective + divergence_of_phi(server.V0, server.m0, server.Sigma0, of.n0, of.nu0, self.lambda0))
+        )
         return Server(m0, V0, Sigma0, server.head, bound, server.round + 1)
 
     def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
@@ -287,7 +304,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             v = jax.tree.map(lambda v: down.heat * v, v)
             if self.prior == "fixed":
                 return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, normal)
-            noise = self._heavy(key, down.m0, degrees)
+            noise = student_t_like(key, down.m0, degrees)
             return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, noise)
         if self.prior == "fixed":
             noise = normal  # no variance to be unsure of
@@ -295,16 +312,9 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
             noise = jax.tree.map(lambda e: heavy * e, normal)
         else:
-            noise = self._heavy(key, down.m0, jax.tree.map(lambda _: of.degrees, down.m0))
+            noise = student_t_like(key, down.m0, jax.tree.map(lambda _: of.degrees, down.m0))
         scale = (of.l0 + 1) / (of.l0 * of.degrees)
         return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
-
-    def _heavy(self, key: PRNGKeyArray, like: Params, degrees: Params) -> Params:
-        leaves, structure = jax.tree.flatten(like)
-        keys, of = jax.random.split(key, len(leaves)), jax.tree.leaves(degrees)
-        return jax.tree.unflatten(
-            structure, [student_t(one, nu, leaf.shape) for one, nu, leaf in zip(keys, of, leaves, strict=True)]
-        )
 
     def _gaussian_client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """m_i under N(m0, σ²), and s_i² from the curvature of the client's rows at m_i."""
@@ -338,11 +348,11 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         some, keys = drawn(for_rows, data, HEATED), jax.random.split(for_draws, HEATED_DRAWS)
 
         def score(heat: Float[Array, ""]) -> Float[Array, ""]:
-            def one(key: PRNGKeyArray) -> Float[Array, " n"]:
-                m = self.student_t(key, down._replace(heat=heat))
-                return self.model.likelihood.log_prob(self.model.apply(trees.merge(m, down.head), some.x), some.y)
+            def outputs(key: PRNGKeyArray) -> Float[Array, "n k"]:
+                return self.model.apply(trees.merge(self.student_t(key, down._replace(heat=heat)), down.head), some.x)
 
-            return masked_mean(jax.nn.logsumexp(jax.vmap(one)(keys), axis=0), some.mask)
+            log_p = self.model.likelihood.log_prob(jax.vmap(outputs)(keys), some.y)
+            return masked_mean(jax.nn.logsumexp(log_p, axis=0), some.mask)
 
         return jax.lax.cond(down.turn, lambda: jax.lax.map(score, jnp.asarray(HEATS)), lambda: jnp.zeros(len(HEATS)))
 
@@ -422,37 +432,9 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         p = self.p if self.form == "spike" else 1.0
         strength = jax.tree.map(lambda one: p / jnp.maximum(rows(data), 1) * one, precision)
         most = self._explicit(training, lr)
-        length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
-
-        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            gentle = jax.tree.map(lambda s: jnp.minimum(s, most), strength)
-            return mean_loss(self.model, trees.merge(drop_columns(key, m, p), fixed), batch) + pull(gentle, m, m0)
-
-        def pulled(m: Params) -> Params:
-            def one(s: Array, m: Array, m0: Array) -> Array:
-                rest = length * (s - jnp.minimum(s, most))
-                return (m + rest * m0) / (1 + rest)
-
-            return jax.tree.map(one, strength, m, m0)
-
-        return descend(self.model, F, start, training, lr, key, data, pulled if training.optimiser == "sgd" else None)
+        return descend_under(self.model, start, m0, fixed, strength, p, most, training, lr, key, data)
 
     def _objective(self, down: Down, m_i: Params, delta: Params, data: Data) -> Float[Array, ""]:
         """The client's term (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant."""
-        of = self._prior(down.m0)
-
-        def term(V: Array, m0: Array, delta: Array) -> Array:
-            rho = self.p * delta**2 + (1 - self.p) * m0**2
-            return jnp.sum(jnp.log(V) + of.n0 / V * (rho + self.epsilon**2)) / 2
-
-        apart = jax.tree.reduce(jnp.add, jax.tree.map(term, down.V0, down.m0, delta))
+        apart = divergence(down.V0, down.m0, delta, self._prior(down.m0).n0, self.p, self.epsilon)
         return rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data) + apart
-
-    def _kl(self, server: Server) -> Float[Array, ""]:
-        """KL(q(φ) ‖ p(φ)), equation 37, up to a constant."""
-        of = self._prior(server.m0)
-
-        def term(V: Array, m0: Array, Sigma0: Array) -> Array:
-            return jnp.sum(of.n0 * (Sigma0 + self.lambda0 * m0**2) / V + of.nu0 * (jnp.log(V) - jnp.log(Sigma0))) / 2
-
-        return jax.tree.reduce(jnp.add, jax.tree.map(term, server.V0, server.m0, server.Sigma0))

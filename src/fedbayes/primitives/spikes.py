@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fedbayes import trees
+from fedbayes.algorithm import Data
+from fedbayes.models import Model
+from fedbayes.primitives.training import Training, descend, mean_loss
 from fedbayes.trees import Params
 
 
@@ -58,3 +62,59 @@ def pull(weights: Params, m: Params, m0: Params) -> Float[Array, ""]:
 def _slope_of_pull(primals: tuple[Params, Params, Params], tangents: tuple[Params, Params, Params]) -> tuple[Array, Array]:
     terms = jax.tree.map(lambda w, m, m0, dm: jnp.sum(w * (m - m0) * dm), *primals, tangents[1])
     return jnp.float32(0), jax.tree.reduce(jnp.add, terms, jnp.float32(0))
+
+
+def student_t_like(key: PRNGKeyArray, like: Params, degrees: Params) -> Params:
+    """Student's t for each weight; degrees of freedom for each array, or for each weight."""
+    leaves, structure = jax.tree.flatten(like)
+    keys, of = jax.random.split(key, len(leaves)), jax.tree.leaves(degrees)
+    return jax.tree.unflatten(structure, [student_t(*one, leaf.shape) for *one, leaf in zip(keys, of, leaves, strict=True)])
+
+
+def divergence(V0: Params, m0: Params, delta: Params, n0: float, p: float, epsilon: float) -> Float[Array, ""]:
+    """E[KL(q_i ‖ p(θ_i | φ))] of a spike, up to a constant."""
+
+    def term(V: Array, m0: Array, delta: Array) -> Array:
+        rho = p * delta**2 + (1 - p) * m0**2
+        return jnp.sum(jnp.log(V) + n0 / V * (rho + epsilon**2)) / 2
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(term, V0, m0, delta))
+
+
+def divergence_of_phi(V0: Params, m0: Params, Sigma0: Params, n0: float, nu0: float, lambda0: float) -> Float[Array, ""]:
+    """KL(q(φ) ‖ p(φ)), equation 37, up to a constant."""
+
+    def term(V: Array, m0: Array, Sigma0: Array) -> Array:
+        return jnp.sum(n0 * (Sigma0 + lambda0 * m0**2) / V + nu0 * (jnp.log(V) - jnp.log(Sigma0))) / 2
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(term, V0, m0, Sigma0))
+
+
+def descend_under(
+    model: Model,
+    start: Params,
+    m0: Params,
+    fixed: Params,
+    strength: Params,
+    p: float,
+    most: Float[Array, ""] | float,
+    training: Training,
+    lr: Float[Array, ""],
+    key: PRNGKeyArray,
+    data: Data,
+) -> tuple[Params, Float[Array, ""]]:
+    """Minimise the mean loss + ½ Σ strength (m − m0)²; the part of the pull above `most` is a proximal step after each step."""
+    length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
+
+    def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
+        gentle = jax.tree.map(lambda s: jnp.minimum(s, most), strength)
+        return mean_loss(model, trees.merge(drop_columns(key, m, p), fixed), batch) + pull(gentle, m, m0)
+
+    def pulled(m: Params) -> Params:
+        def one(s: Array, m: Array, m0: Array) -> Array:
+            rest = length * (s - jnp.minimum(s, most))
+            return (m + rest * m0) / (1 + rest)
+
+        return jax.tree.map(one, strength, m, m0)
+
+    return descend(model, F, start, training, lr, key, data, pulled if training.optimiser == "sgd" else None)
