@@ -444,7 +444,7 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
             lambda model: FedHBMixture.paper(model, head=(), head_scale=3.0, N=3).init_server(jax.random.key(0)),
             "head_scale is 3, but no layer is frozen",
         ),
-        (lambda model: FedHBMixture.paper(model, start="far"), "start is 'far', but it is centre or best"),
+        (lambda model: FedHBMixture.paper(model, start="far"), "start is 'far', but it is best or centre"),
         (lambda model: FedHBNIW.paper(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
     ],
 )

@@ -22,8 +22,7 @@ from it under σ² and have a personal posterior: exact for linear models, while
     predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν), with draws=0 the mode                              (19)
     adapt:   (17) on the client's rows, body and head; then draws of m with columns dropped        (46, 12)
 
-Sums over clients are N times the mean over those of the round. Clients send δ_i = m_i − m0 and δ_i², of which the server needs
-only sums: 2 d numbers and the loss, where the paper sends d and needs each client's. ε enters V0 and the bound alone.
+Sums over clients are N times the mean over those of the round. Clients send δ_i = m_i − m0 and δ_i²; ε enters V0 and the bound.
 
 **Its prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
 n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0. Σ0 is set to
@@ -55,8 +54,17 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setti
 from fedbayes.errors import UserError
 from fedbayes.primitives import apart, curvature
 from fedbayes.primitives.apart import Apart, Squares
-from fedbayes.primitives.spikes import descend_under, divergence, divergence_of_phi, drop_columns, student_t_like
-from fedbayes.primitives.training import Training, drawn, masked_mean, mean_loss, rows, tuning
+from fedbayes.primitives.spikes import (
+    Prior,
+    descend_under,
+    divergence,
+    divergence_of_phi,
+    drop_columns,
+    equation_18,
+    population,
+    student_t_like,
+)
+from fedbayes.primitives.training import Training, drawn, mean_loss, mixture_score, rows, tuning
 
 PULL = 0.02
 """The strength of a client's prior, as FedProx's μ counts it, where σ0 is not given."""
@@ -109,17 +117,6 @@ class Up(NamedTuple):
     objective: Mean[Float[Array, ""] | None]
     apart: Mean[Squares | None] = None
     heats: Mean[Float[Array, " heats"] | None] = None
-
-
-class Prior(NamedTuple):
-    """What q(φ) has besides m0 and V0, and `pull` with E[Σ⁻¹] = pull / V0."""
-
-    nu0: float
-    n0: float
-    l0: float
-    pull: float
-    degrees: float
-    """ν of the Student-t, n0 − d + 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +221,10 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             return self._gaussian_client(key, down, local, data)
         m_i, loss = self._fit(down.m0, down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
         delta = jax.tree.map(jnp.subtract, m_i, down.m0)
-        objective = self._objective(down, m_i, delta, data) if self.elbo else None
+        objective = None
+        if self.elbo:  # (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant
+            nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
+            objective = nll + divergence(down.V0, down.m0, delta, self._prior(down.m0).n0, self.p, self.epsilon)
         return Up(delta, jax.tree.map(jnp.square, delta), loss, objective), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -233,17 +233,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             return self._gaussian_server(server, down, up)
         N, p, of = self._clients(), self.p, self._prior(server.m0)
 
-        def mean(old: Array, delta: Array) -> Array:
-            return p * N / (N + self.lambda0) * (old + delta)
-
-        def scatter(old: Array, new: Array, delta: Array, square: Array) -> Array:
-            """Nε² + λ0 m0² + Σ ρ_i."""
-            moved = new - old
-            apart = jnp.maximum(square - 2 * moved * delta + moved**2, 0.0)  # the mean of (m_i − m0)²
-            return N * self.epsilon**2 + self.lambda0 * new**2 + N * (p * apart + (1 - p) * new**2)
-
-        m0 = jax.tree.map(mean, server.m0, up.delta)
-        parts = jax.tree.map(scatter, server.m0, m0, up.delta, up.square)
+        m0, parts = equation_18(server.m0, up.delta, up.square, N, p, self.lambda0, self.epsilon)
         Sigma0 = server.Sigma0
         if self.empirical:  # EM: Σ0 = ν0 / mean E[Σ⁻¹]
             Sigma0 = jax.tree.map(lambda s, one: of.nu0 / jnp.mean((N + of.nu0) / (one + s)), parts, Sigma0)
@@ -306,15 +296,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
                 return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, normal)
             noise = student_t_like(key, down.m0, degrees)
             return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, down.m0, v, noise)
-        if self.prior == "fixed":
-            noise = normal  # no variance to be unsure of
-        elif self.prior == "literal":
-            heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
-            noise = jax.tree.map(lambda e: heavy * e, normal)
-        else:
-            noise = student_t_like(key, down.m0, jax.tree.map(lambda _: of.degrees, down.m0))
-        scale = (of.l0 + 1) / (of.l0 * of.degrees)
-        return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, down.m0, down.V0, noise)
+        return population(key, down.m0, down.V0, normal, of, self.prior)
 
     def _gaussian_client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """m_i under N(m0, σ²), and s_i² from the curvature of the client's rows at m_i."""
@@ -328,9 +310,8 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         s2 = jax.tree.map(lambda f, t: 1 / (f + t), F, precision)
         delta, objective = jax.tree.map(jnp.subtract, m_i, down.m0), None
         if self.elbo:
-            terms = jax.tree.map(lambda t, d, s: jnp.sum(t * (d**2 + s) - 1 - jnp.log(t * s)) / 2, precision, delta, s2)
             nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
-            objective = nll + jax.tree.reduce(jnp.add, terms)
+            objective = nll + apart.divergence(precision, delta, s2)
         way = apart.way(self.train, down.lr, data, self.scale0**2) if self.start == "mean" else apart.END
         if self.start == "mean":
             slope = jax.grad(lambda m: mean_loss(self.model, trees.merge(m, down.head), data))(down.m0)
@@ -348,11 +329,10 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         some, keys = drawn(for_rows, data, HEATED), jax.random.split(for_draws, HEATED_DRAWS)
 
         def score(heat: Float[Array, ""]) -> Float[Array, ""]:
-            def outputs(key: PRNGKeyArray) -> Float[Array, "n k"]:
-                return self.model.apply(trees.merge(self.student_t(key, down._replace(heat=heat)), down.head), some.x)
+            def draw(key: PRNGKeyArray) -> Params:
+                return trees.merge(self.student_t(key, down._replace(heat=heat)), down.head)
 
-            log_p = self.model.likelihood.log_prob(jax.vmap(outputs)(keys), some.y)
-            return masked_mean(jax.nn.logsumexp(log_p, axis=0), some.mask)
+            return mixture_score(self.model, draw, keys, some)
 
         return jax.lax.cond(down.turn, lambda: jax.lax.map(score, jnp.asarray(HEATS)), lambda: jnp.zeros(len(HEATS)))
 
@@ -433,8 +413,3 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         strength = jax.tree.map(lambda one: p / jnp.maximum(rows(data), 1) * one, precision)
         most = self._explicit(training, lr)
         return descend_under(self.model, start, m0, fixed, strength, p, most, training, lr, key, data)
-
-    def _objective(self, down: Down, m_i: Params, delta: Params, data: Data) -> Float[Array, ""]:
-        """The client's term (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant."""
-        apart = divergence(down.V0, down.m0, delta, self._prior(down.m0).n0, self.p, self.epsilon)
-        return rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data) + apart

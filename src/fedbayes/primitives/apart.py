@@ -150,6 +150,16 @@ def variance(old: Array, of: Squares, size: float, clients: float, first: float)
     return jnp.clip(new, old / MOST, old * MOST), w
 
 
+def divergence(precision: Params, delta: Params, s2: Params) -> Float[Array, ""]:
+    """KL(N(m_i, s²) ‖ N(m0, σ²)), from 1/σ² and m_i − m0.
+
+    >>> float(divergence(jnp.float32(1.0), jnp.float32(2.0), jnp.float32(1.0)))
+    2.0
+    """
+    terms = jax.tree.map(lambda t, d, s: jnp.sum(t * (d**2 + s) - 1 - jnp.log(t * s)) / 2, precision, delta, s2)
+    return jax.tree.reduce(jnp.add, terms)
+
+
 def spread(apart: Apart, like: Params) -> Params:
     """The variance of a client that nobody has seen, σ² (1 + 1/n), for every weight."""
     total = jax.tree.map(lambda v, n: v * (1 + 1 / n), apart.variance, apart.clients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,47 @@ from fedbayes.algorithm import Data
 from fedbayes.models import Model
 from fedbayes.primitives.training import Training, descend, mean_loss
 from fedbayes.trees import Params
+
+
+class Prior(NamedTuple):
+    """What q(φ) has besides m0 and V0, and `pull` with E[Σ⁻¹] = pull / V0."""
+
+    nu0: float
+    n0: float
+    l0: float
+    pull: float
+    degrees: float
+    """ν of the Student-t, n0 − d + 1."""
+
+
+def equation_18(
+    m0: Params, delta: Params, square: Params, N: int, p: float, lambda0: float, epsilon: float
+) -> tuple[Params, Params]:
+    """The next m0, and Nε² + λ0 m0² + Σ ρ_i, from the means of the steps and of their squares."""
+
+    def mean(old: Array, delta: Array) -> Array:
+        return p * N / (N + lambda0) * (old + delta)
+
+    def scatter(old: Array, new: Array, delta: Array, square: Array) -> Array:
+        moved = new - old
+        apart = jnp.maximum(square - 2 * moved * delta + moved**2, 0.0)  # the mean of (m_i − m0)²
+        return N * epsilon**2 + lambda0 * new**2 + N * (p * apart + (1 - p) * new**2)
+
+    new = jax.tree.map(mean, m0, delta)
+    return new, jax.tree.map(scatter, m0, new, delta, square)
+
+
+def population(key: PRNGKeyArray, m0: Params, V0: Params, normal: Params, of: Prior, prior: str) -> Params:
+    """A draw of a new client's weights (19): with variances of their own a posteriori, one for all (literal), or known."""
+    if prior == "fixed":
+        noise = normal  # no variance to be unsure of
+    elif prior == "literal":
+        heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
+        noise = jax.tree.map(lambda e: heavy * e, normal)
+    else:
+        noise = student_t_like(key, m0, jax.tree.map(lambda _: of.degrees, m0))
+    scale = (of.l0 + 1) / (of.l0 * of.degrees)
+    return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, m0, V0, noise)
 
 
 def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
