@@ -299,6 +299,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _learnt(self, old: Array, before: Params, r: Params, count: Float[Array, " K"], up: Up) -> Float[Array, ""]:
         """σ² after a round, as in apart.py: all weights of all prototypes are one group."""
+        assert up.apart is not None
         N, d = self._clients(), sum(leaf[0].size for leaf in jax.tree.leaves(r))
         steps = jax.tree.map(lambda new, old: jnp.sum((new - old).reshape(self.K, -1) ** 2, axis=1), r, before)
         scatter = jnp.maximum(N * up.apart.step - jnp.sum(count * jax.tree.reduce(jnp.add, steps)), 0.0)

@@ -24,14 +24,10 @@ from it under σ² and have a personal posterior: exact for linear models, while
 
 Sums over clients are N times the mean over those of the round. Clients send δ_i = m_i − m0 and δ_i²; ε enters V0 and the bound.
 
-**Its prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
-n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0. Σ0 is set to
-(N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
-"literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
-with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
-`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, which is stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum).
-What is above a quarter of that limit, as with a small σ0 or a client of few rows, and all of it for the literal prior and one
-that is learnt, is an implicit step after each, which is stable always and ends where an explicit one would.
+**Its prior**: "coordinate" is the model weight by weight: ν0 = 3, l0 = N + λ0, n0 = N + 3, E[Σ⁻¹] = n0/V0, Σ0 = (N + 3) σ0².
+"literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, (n0 + d + 1)/V0 from the mode of q(Σ); it grows with
+the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (`uniform`)
+of μ = 1/(σ0² |D_i|). The part of a pull that is too stiff for an explicit step is applied as a proximal step.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -272,7 +268,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         spike = self.form == "spike"
         if self.draws == 0 or (spike and local.m is not None and self.p == 1):
             m = down.m0 if local.m is None else local.m
-            m = m if local.own is None or local.m is None else self._own(down, local)
+            m = m if local.own is None or local.m is None else trees.choose(local.own, local.m, down.m0)
             return self.model.apply(trees.merge(m, down.head), x)[None]
 
         def one(key: PRNGKeyArray) -> Params:
@@ -300,7 +296,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _gaussian_client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """m_i under N(m0, σ²), and s_i² from the curvature of the client's rows at m_i."""
-        start = self._own(down, local) if self.start == "last" else down.m0
+        start = trees.choose(local.own, local.m, down.m0) if self.start == "last" else down.m0
         precision = self._precision(down)
         under = precision
         if self.start == "mean":  # under σ² itself m0 would move slowly where clients agree, and as slowly as EM does
@@ -318,7 +314,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             way = apart.measured(way, delta, slope, F, rows(data))
         sent = apart.squares(delta, F, jax.tree.map(lambda t: 1 / t, precision), rows(data), way, self._by_weight)
         kept = local
-        if self.start == "last":  # m0's variance σ²/l reaches m_i where the client's rows leave room
+        if self.start == "last" and down.apart is not None:  # m0's variance σ²/l reaches m_i where the client's rows leave room
             more = jax.tree.map(lambda s, v, n: s + s**2 / (v * n), s2, down.apart.variance, down.apart.clients)
             kept = Local(m_i, more, jnp.bool_(True))
         return Up(delta, None, loss, objective, sent, self._heats(key, down, data)), kept
@@ -338,21 +334,19 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _gaussian_server(self, server: Server, down: Down, up: Up) -> Server:
         """m0 is the mean of the m_i; σ² by apart.py."""
+        assert server.apart is not None and up.apart is not None and up.heats is not None and server.heat is not None
         m0 = jax.tree.map(jnp.add, server.m0, up.delta)
         learnt = apart.next(
             server.apart, up.delta, up.apart, self.scale0, self._clients(), self._by_weight, self.prior != "fixed"
         )
         bound = None if up.objective is None else -self._clients() * up.objective
-        heat = jnp.where(down.turn, jnp.asarray(HEATS)[jnp.argmax(up.heats)], server.heat)
+        heat = jnp.where(jnp.asarray(down.turn), jnp.asarray(HEATS)[jnp.argmax(up.heats)], server.heat)
         return Server(m0, None, None, server.head, bound, server.round + 1, learnt, heat)
 
     def _curvature(self, key: PRNGKeyArray, m: Params, fixed: Params, data: Data) -> Params:
         """F, what the client's rows say of each weight."""
         model = dataclasses.replace(self.model, apply=lambda m, x: self.model.apply(trees.merge(m, fixed), x))
         return curvature.diagonal(model, m, jax.random.fold_in(key, 0xFFFFFFFD), data)
-
-    def _own(self, down: Down, local: Local) -> Params:
-        return trees.choose(local.own, local.m, down.m0)
 
     @property
     def _by_weight(self) -> bool:

@@ -110,7 +110,9 @@ def student_t_like(key: PRNGKeyArray, like: Params, degrees: Params) -> Params:
     """Student's t for each weight; degrees of freedom for each array, or for each weight."""
     leaves, structure = jax.tree.flatten(like)
     keys, of = jax.random.split(key, len(leaves)), jax.tree.leaves(degrees)
-    return jax.tree.unflatten(structure, [student_t(*one, leaf.shape) for *one, leaf in zip(keys, of, leaves, strict=True)])
+    return jax.tree.unflatten(
+        structure, [student_t(one, nu, leaf.shape) for one, nu, leaf in zip(keys, of, leaves, strict=True)]
+    )
 
 
 def divergence(V0: Params, m0: Params, delta: Params, n0: float, p: float, epsilon: float) -> Float[Array, ""]:
