@@ -7,8 +7,8 @@
 client has an intercept of its own, sd 2. "last layer": y is a network of 16 tanh units that all clients share, under output
 weights that vary with sd 1. "first layer": the output weights are shared and the input weights vary with sd .3. Noise has
 sd .5. All runs have 100 rounds; the settings of `adapt` are chosen by the federation among the same candidates. "fixed" is
-the same method with prior="fixed": the same draws and curvature, but one variance σ0² for all weights, the default or .3². Figures are
-appended to benchmarks/fedhb_layers.jsonl: log scores of new clients' test rows after `adapt`.
+the same method with prior="fixed": the same draws and curvature, but one variance σ0² for all weights, the default or
+.3². Figures are appended to benchmarks/fedhb_layers.jsonl: log scores of new clients' test rows after `adapt`.
 """
 
 from __future__ import annotations

@@ -334,7 +334,8 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _gaussian_server(self, server: Server, down: Down, up: Up) -> Server:
         """m0 is the mean of the m_i; σ² by apart.py."""
-        assert server.apart is not None and up.apart is not None and up.heats is not None and server.heat is not None
+        assert server.apart is not None and up.apart is not None  # noqa: PT018
+        assert server.heat is not None and up.heats is not None  # noqa: PT018
         m0 = jax.tree.map(jnp.add, server.m0, up.delta)
         learnt = apart.next(
             server.apart, up.delta, up.apart, self.scale0, self._clients(), self._by_weight, self.prior != "fixed"
