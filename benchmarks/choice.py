@@ -82,7 +82,7 @@ class Trained:
 
     @property
     def _both(self) -> tuple[Any, Any]:
-        return Choosing(self.algorithm), self.algorithm
+        return Choosing(self.algorithm, self.plan.repeats), self.algorithm
 
 
 def width(true: float, seed: int) -> dict[str, Any]:
@@ -106,7 +106,10 @@ def regret(name: str, method: str, seed: int) -> dict[str, Any]:
     run = Trained(newcomers.built(of, clients, method), clients, of.rounds, seed)
     names, values = candidates(run.algorithm)
     every = [np.tile(np.asarray(one, np.float32), (len(LABELS), 1)) for one in values]
-    fixed = [unseen(run, Choice(names, one)) for one in every]
+    began = time.perf_counter()
+    fixed = [unseen(run, Choice(names, every[0]))]
+    evaluation = time.perf_counter() - began
+    fixed += [unseen(run, Choice(names, one)) for one in every[1:]]
     chosen = unseen(run, run.chosen.choice)
     return {
         "names": list(names),
@@ -114,7 +117,7 @@ def regret(name: str, method: str, seed: int) -> dict[str, Any]:
         "fixed": {label: [one[label] for one in fixed] for label in newcomers.MODES},
         "chosen": chosen,
         "settings": np.asarray(run.chosen.choice.values, float).tolist(),
-        "cost": run.cost(),
+        "cost": {**run.cost(), "evaluation": evaluation},
     }
 
 
@@ -163,17 +166,21 @@ def regret_table(known: dict[tuple[Any, ...], dict[str, Any]]) -> str:
 
 
 def cost_table(known: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """Choosing in percent of training, as mean and standard deviation over seeds."""
-    head = ["", "", "candidates", "time", "time with compilation", "bytes of all clients", "bytes of a chooser"]
+    """Seconds and bytes of choosing beside those of the run, of seed 0, which compiles its programs itself."""
+    head = ["", "", "candidates", "seconds, compiled", "of training", "seconds with compilation", "of the rest of the run"]
+    head += ["bytes of all clients", "bytes of a chooser"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    pairs = (("again", "train"), ("first", "train first"), ("bytes", "train bytes"), ("own bytes", "own train bytes"))
     for name in SETS:
         for method in METHODS:
-            found = [one for cell, one in known.items() if cell[:3] == ("regret", name, method)]
-            if found:
-                shares = [[100 * one["cost"][part] / one["cost"][whole] for one in found] for part, whole in pairs]
-                cells = [f"{common.spread(each, digits)} %" for each, digits in zip(shares, (1, 1, 3, 3), strict=True)]
-                lines.append(f"| {newcomers.SETS[name].title} | {method} | {len(found[0]['values'])} | {' | '.join(cells)} |")
+            one = known.get(("regret", name, method, 0))
+            if one is not None and "evaluation" in one["cost"]:
+                cost = one["cost"]
+                rest = cost["train first"] + cost["evaluation"]
+                cells = [f"{cost['again']:.2f}", f"{100 * cost['again'] / cost['train']:.0f} %"]
+                cells += [f"{cost['first']:.1f}", f"{100 * cost['first'] / rest:.0f} %"]
+                pairs = (("bytes", "train bytes"), ("own bytes", "own train bytes"))
+                cells += [f"{100 * cost[part] / cost[whole]:.3f} %" for part, whole in pairs]
+                lines.append(f"| {newcomers.SETS[name].title} | {method} | {len(one['values'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -37,11 +37,12 @@ CLIENTS, NEW, ROUNDS, KINDS = 48, 12, 60, 4
 MODES = ("global", "personal", "adapted:5", "adapted")
 TRAIN = fb.Training(epochs=2, batch=20, lr=0.1, momentum=0.9)
 Make = Callable[[Any], Any]
+APART: dict[str, Any] = {"learnt": True, "balance": 0.3, "noise": None, "exact": True, "start": "best"}
+CENTRE: dict[str, Any] = {"learnt": False, "balance": 0.0, "noise": 0.1, "exact": False, "start": "centre"}
 METHODS: dict[str, tuple[str, Make]] = {
     "fedavg": ("FedAvg", lambda model: fb.FedAvg(model)),
-    **{f"mixture-{K}": (f"FedHB-Mixture, K = {K}", lambda model, K=K: fb.FedHBMixture(model, K=K)) for K in (1, 2, 4, 5, 10)},
-    "paper-4": ("FedHB-Mixture as published, K = 4", lambda model: fb.FedHBMixture.paper(model, K=4)),
-    "unbalanced-4": ("FedHB-Mixture, K = 4, balance = 0", lambda model: fb.FedHBMixture(model, K=4, balance=0.0)),
+    **{f"mixture-{K}": (f"FedHB-Mixture, K = {K}", lambda model, K=K: fb.FedHBMixture(model, K=K, **APART)) for K in (1, 4)},
+    "centre-4": ("FedHB-Mixture from the centre, K = 4", lambda model: fb.FedHBMixture(model, K=4, **CENTRE)),
     "ifca-4": ("IFCA, K = 4", lambda model: fb.IFCA(model, K=4)),
     "ifca-4-tuned": ("IFCA, K = 4, fine-tuned", lambda model: fb.IFCA(model, K=4, fine_tune=True)),
     "fedem-4": ("FedEM, K = 4", lambda model: fb.FedEM(model, K=4)),

@@ -14,15 +14,16 @@ from deployed import deployment, parts_of
 
 import fedbayes as fb
 from fedbayes import wire
+from fedbayes.algorithm import settled
 from fedbayes.algorithms.fedavg import FedAvg
 from fedbayes.algorithms.fedper import FedPer
 from fedbayes.data import Clients
 from fedbayes.deploy.coordinator import Coordinator
-from fedbayes.engine import choose
+from fedbayes.engine import choose, keys
 from fedbayes.engine.choose import Choice, Choosing, Plan, Up, candidates, decided
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, linear
-from fedbayes.primitives.training import Training
+from fedbayes.primitives.training import Training, shuffle
 from fedbayes.results.posterior import Posterior
 
 ROUNDS = 10
@@ -109,16 +110,88 @@ def test_the_best_is_taken_where_it_is_ahead_by_its_error(algorithm):
     C = len(candidates(algorithm).values)
     score, square = np.zeros((3, C)), np.zeros((3, C))
     score[:, 4], square[:, 4] = 50.0, 100.0
-    found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])))
+    found = decided(algorithm, Up(score, square, np.array([400.0, 200.0, 100.0])), repeats=4)
     np.testing.assert_allclose(found.gain, [0.125, 0.25, 0.5])
     np.testing.assert_allclose(
         found.error, [np.sqrt((0.25 - 0.125**2) * 4 / 400), np.sqrt((0.5 - 0.0625) * 4 / 200), np.sqrt(0.75 * 4 / 100)]
     )
     assert (found.choice.values == np.float32(candidates(algorithm).values[4])).all()
-    noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])))
+    noisy = decided(algorithm, Up(score, 1e4 * square, np.array([400.0, 0.0, 0.0])), repeats=4)
     assert (noisy.choice.values == 0).all()  # and sizes without rows follow
     none = decided(algorithm, Up(score, square, np.zeros(3)))
     np.testing.assert_allclose(none.choice.values[0], [algorithm.tune.lr, algorithm.tune.steps])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedpop", "bpfed"])
+def test_a_candidates_score_is_that_of_adapt_with_its_settings(name, network, different):
+    algorithm = {
+        "fedavg": FedAvg(network),
+        "fedpop": fb.FedPop(network),
+        "bpfed": fb.BPFed(network, personal=("head/bias",)),
+    }[name].planned(ROUNDS, **different.facts)
+    rows, key = np.asarray(different.train_counts)[0], jax.random.key(3)
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), different.train([0], int(rows)))
+    data = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 40)] + [(0, 0)] * (leaf.ndim - 1)), data)  # and padding changes nothing
+    down = algorithm.broadcast(key, algorithm.init_server(key))
+    local, choosing = algorithm.init_local(key, data), Choosing(algorithm, 1)
+    found, _ = jax.jit(choosing.client)(key, down, local, data)
+
+    for place, size in ((0, 5), (2, 3 * int(rows) // 4)):
+        folded = jax.random.fold_in(jax.random.fold_in(key, np.uint32(keys.CHOOSE)), place)
+        for_rows, for_adapt, for_draws = jax.random.split(folded, 3)
+        order = np.asarray(shuffle(for_rows, data))[:rows]
+        support, query = (jax.tree.map(lambda leaf, part=part: leaf[part], data) for part in (order[:size], order[size:]))
+
+        @jax.jit
+        def score(value, support=support, query=query, for_adapt=for_adapt, for_draws=for_draws):
+            own = settled(algorithm, dict(zip(choosing.settings.names, value, strict=True)))
+            draws = algorithm.predict(for_draws, down, own.adapt(for_adapt, down, local, support), query.x)
+            each = algorithm.likelihood.log_prob(draws, query.y)
+            return jnp.sum(jax.nn.logsumexp(each, axis=0) - jnp.log(each.shape[0]))
+
+        expected = [score(np.asarray(value, np.float32)) for value in choosing.settings.values]
+        np.testing.assert_allclose(found.score[place], expected, rtol=2e-4)
+        assert float(found.rows[place]) == min(choose.QUERY, rows - size)
+
+
+def test_short_arrays_for_few_rows_change_nothing(algorithm, different, monkeypatch):
+    data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), different.train([0], int(different.train_counts[0])))
+    key, local = jax.random.key(3), algorithm.init_local(jax.random.key(0), data)
+    down = algorithm.broadcast(key, algorithm.init_server(key))
+    one, _ = jax.jit(Choosing(algorithm, 2).client)(key, down, local, data)
+    monkeypatch.setattr(choose, "CACHE", 1)
+    two, _ = jax.jit(Choosing(algorithm, 2).client)(key, down, local, data)
+    for mine, theirs in zip(one, two, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_federation_has_a_budget_of_draws():
+    assert [Plan(np.arange(count), 8).repeats for count in (1, 2, 3, 6, 10)] == [3, 3, 2, 1, 1]
+
+
+def test_a_property_of_the_population_is_one_choice_and_may_lie_between_candidates():
+    algorithm = fb.FedPop(linear((4,), fb.models.Normal(scale=None)))
+    names, values = candidates(algorithm)
+    assert names == ("sigma", "noise")
+    sigma, noise = np.asarray(values)[1:].T
+    best = np.concatenate([[-100.0], -(np.log(sigma / 0.3) ** 2) - np.log(noise / 0.6) ** 2])
+    score = np.stack([best, 3 * best, np.zeros_like(best)])
+    found = decided(algorithm, Up(score, np.ones_like(score), np.array([50.0, 50.0, 0.0])), repeats=1)
+    np.testing.assert_allclose(found.choice.values, [[0.3, 0.6]] * 3, rtol=1e-5)  # also where no newcomer has the rows
+    still = decided(algorithm, Up(score, 1e9 * np.ones_like(score), np.array([50.0, 50.0, 0.0])), repeats=1)
+    np.testing.assert_array_equal(still.choice.values, np.tile(np.float32(values[0]), (3, 1)))
+
+
+def test_the_width_of_a_known_population_is_found():
+    random, width = np.random.default_rng(0), 0.5
+    client = np.repeat(np.arange(40), 60)
+    x = random.normal(size=(len(client), 4)).astype(np.float32)
+    weights = random.normal(size=4) + width * random.normal(size=(40, 4))
+    y = (np.sum(x * weights[client], axis=1) + 0.5 * random.normal(size=len(x))).astype(np.float32)
+    clients = Clients.build(x, y, client, test=0.25)
+    fit = fb.simulate(fb.FedPop(fb.network("linear", clients)), clients, 40, modes=("global",))
+    for told in fit.result["choice"].values():
+        assert width / 1.5 < told["settings"]["sigma"] * clients.target_moments()[1] < 1.5 * width
 
 
 def test_newcomers_do_not_train_until_the_choice(algorithm, different):
@@ -192,7 +265,7 @@ def test_a_newcomer_without_an_answer_that_counts_has_no_say(fault, ten, tmp_pat
     alone = post.places[second].choose(
         coordinator.run, plan.until, 0, jax.device_get(coordinator.algorithm.broadcast(jax.random.key(0), coordinator.state))
     )
-    assert told["choice"] == decided(coordinator.algorithm, alone).to_json()
+    assert told["choice"] == decided(coordinator.algorithm, alone, plan.repeats).to_json()
     assert coordinator.finish(post)["choice"] == told["choice"]
 
 

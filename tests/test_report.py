@@ -126,6 +126,7 @@ def test_the_page_has_every_part_and_the_run_s_figures(run, text):
         "Clients",
         "Calibration",
         "Uncertainty",
+        "Is the uncertainty alive?",
         "Labels",
         "What was sent",
         "Time",

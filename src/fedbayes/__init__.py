@@ -32,6 +32,7 @@ NAMES = {
     "primitives.training": ["Training"],
     "primitives.variational": ["Family"],
     "results": ["trackers"],
+    "results.check": ["check"],
     "results.fit": ["Fit"],
     "results.opened": ["open"],
     "results.posterior": ["Posterior"],

@@ -49,6 +49,7 @@ from fedbayes.primitives.optimisers import ServerStep as ServerStep
 from fedbayes.primitives.training import Training as Training
 from fedbayes.primitives.variational import Family as Family
 from fedbayes.results import trackers as trackers
+from fedbayes.results.check import check as check
 from fedbayes.results.fit import Fit as Fit
 from fedbayes.results.opened import open as open
 from fedbayes.results.posterior import Posterior as Posterior

@@ -24,6 +24,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from fedbayes.errors import UserError
+from fedbayes.models.beliefs import Beliefs
 from fedbayes.models.likelihoods import Likelihood
 from fedbayes.models.model import Model
 from fedbayes.models.structured import Structured
@@ -82,6 +83,15 @@ def fact(name: str, needed_by: str | None = None) -> Any:
     return dataclasses.field(
         default=None, metadata={"fact": name, "needed_by": needed_by, "limits": {} if name == "form" else {"least": 1}}
     )
+
+
+class Lengths(tuple[float, ...]):
+    """Candidates for how many steps `adapt` takes. Those that take equally many are tried together, as they end together."""
+
+
+class OfPopulation(tuple[float, ...]):
+    """Candidates for a property of the population, such as a prior's width: one value for all numbers of rows, and one that may
+    lie between two candidates. All but the first are positive."""
 
 
 def setting(default: Any, *others: str, which: str = "", choose: Any = (), **limits: float) -> Any:
@@ -236,6 +246,19 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
             elif choose:
                 found[field.name] = choose
         return found
+
+    @property
+    def deterministic(self) -> Self | None:
+        """The same method without noise in its steps; None where they have none, or where it is not the same without."""
+        return None
+
+    def beliefs(self, down: DownT, local: LocalT) -> Beliefs:
+        """The distributions over parameters that a client predicts and adapts with; by default there are none."""
+        return Beliefs()
+
+    def with_beliefs(self, down: DownT, local: LocalT, beliefs: Beliefs) -> tuple[DownT, LocalT]:
+        """The states that hold these instead, where they are not None and not fixed."""
+        return down, local
 
     def check_gibbs(self, down: DownT) -> None:
         """Refuse a run of which no PAC-Bayes bound holds; by default every run."""

@@ -50,6 +50,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Params, Sum, setting
 from fedbayes.errors import UserError
+from fedbayes.models.beliefs import Beliefs
 from fedbayes.primitives import gaussian, gaussian_network, population
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
@@ -222,6 +223,27 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         """Draws of both parts; of the population's personal part where the client has none."""
         zeta = down.zeta if local.zeta is None else local.zeta
         return gaussian_network.predict(self.model, key, _merge(self._begin(down, local), zeta), x, self.draws)
+
+    @property
+    def deterministic(self) -> BPFed:
+        """Without deviations and divergence."""
+        return dataclasses.replace(self, rho=-200.0, kl=0.0, reinforce=False)
+
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """Both parts; the prior of η is the population's, where there is one."""
+        q = _merge(self._begin(down, local), down.zeta if local.zeta is None else local.zeta)
+        prior = None if down.population is None else gaussian.marginals(_merge(self._prior(down, local), down.zeta))
+        return Beliefs(gaussian.marginals(q), prior)
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """A posterior becomes the client's own; a prior goes into ζ and the population."""
+        if beliefs.prior is not None and down.population is not None:
+            eta, zeta = _split(gaussian.mean_field(beliefs.prior), self.personal)
+            down = down._replace(zeta=zeta, population=down.population._replace(mean=eta.mean, variance=self._variance(eta)))
+        if beliefs.posterior is not None:
+            eta, zeta = _split(gaussian.mean_field(beliefs.posterior), self.personal)
+            local = Local(eta, jnp.bool_(True), zeta)
+        return down, local
 
     def _init(self, key: PRNGKeyArray) -> tuple[MeanField, MeanField]:
         return _split(gaussian_network.init(self.model, key, self.rho, self.spread), self.personal)

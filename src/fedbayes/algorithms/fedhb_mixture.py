@@ -7,15 +7,17 @@
     predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
     adapt:   (22) on the client's rows, body and head                                              (84, 85)
 
-c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, the loss
-and four numbers from which σ² is learnt (primitives/apart.py, all weights as one group). Clients train under the σ² that was
-given, as prototypes follow clients slowly under a narrow one; `adapt` uses the learnt one. Sums are N times the mean over the
-clients of the round.
+c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, the
+loss, and with learnt=True four numbers from which σ² is learnt (primitives/apart.py, all weights as one group). Clients train
+under the σ² that was given, as prototypes follow clients slowly under a narrow one; `adapt` uses the learnt one. Sums are N
+times the mean over the clients of the round.
 
-By default prototypes start at random, each client's round starts at the one that fits its rows best, and for half the run one
-that has more than its share of clients gets dearer: else the first that is better has them all. A prediction is S draws; one
-between two prototypes mixes their distributions, so that the gate's shares are exact. With `.paper` prototypes start alike,
-rounds start at their mean, shares are rounded to 1/S, σ² is given, and heads, the gate's too, stay at their random start.
+Prototypes start alike and clients' rounds start at their mean. Where clients come in kinds, give start="best", noise=None,
+balance=0.3 and learnt=True: prototypes start at random, each client's round starts at the one that fits its rows best, and for
+half the run one that has more than its share of clients gets dearer: else the first that is better has them all. Clients with
+rows then find their kind, while those without may be predicted for less well (docs/results/fedhb-kinds.md). A prediction is S
+draws; one between two prototypes mixes their distributions, so that the gate's shares are exact. With `.paper` shares are
+rounded to 1/S, and heads, the gate's too, stay at their random start.
 
 The prior of the prototypes is flat by default. Under N(0, I), as printed, each round draws them to 0 by σ²/(σ² + Σ_i c_ij), and
 clients that take a few steps a round do not make up for it: after 60 rounds with 20 clients the weights of a network had .6 of
@@ -104,11 +106,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     published: ClassVar[Mapping[str, Any]] = {
         "head": ("head",),
-        "learnt": False,
-        "balance": 0.0,
-        "noise": 0.1,
         "exact": False,
-        "start": "centre",
         "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
     }
 
@@ -116,18 +114,18 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """Prototypes."""
     sigma2: float = setting(0.1, above=0)
     """σ², the variance of a client's weights around its prototype; where it is learnt, at the start."""
-    learnt: bool = True
+    learnt: bool = False
     """Whether σ² is learnt, from two sums a round."""
-    balance: float = setting(0.3, least=0)
+    balance: float = setting(0.0, least=0)
     """With start="best": how much dearer a prototype that everybody chose gets in a round, in nats a row; for half the run."""
     head: tuple[str, ...] = ()
     """Paths of the part that is not trained, in the network and in the gate; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
-    start: Literal["centre", "best"] = setting("best", "centre")
+    start: Literal["centre", "best"] = setting("centre", "best")
     """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
-    noise: float | None = setting(None, least=0)
-    """Prototypes start alike but for noise of this length, in units of σ; else each at random."""
+    noise: float | None = setting(0.1, least=0)
+    """Prototypes start alike but for noise of this length, in units of σ; with None each at random."""
     shrink: bool = False
     """Whether prototypes have the paper's prior N(0, I), which draws them to 0; else a flat one."""
     patience: int = setting(10, least=1)

@@ -47,9 +47,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, Params, Sum, setting
+from fedbayes.algorithm import Data, Mean, OfPopulation, Params, Sum, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Normal
+from fedbayes.models.beliefs import Beliefs, Marginals, of_draws, redrawn
 from fedbayes.primitives import laplace
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.training import Training, descend, drawn, fit, in_blocks, mean_loss, rows
@@ -212,15 +213,32 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         outputs = jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
         return outputs if local.noise is None else _quieter(outputs, local.noise)
 
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """Draws of the head, and the population prior."""
+        variance = self._variance(down)
+        prior = Marginals(down.mu, jax.tree.map(lambda v, mu: jnp.broadcast_to(jnp.sqrt(v), mu.shape), variance, down.mu))
+        own = None if local.z is None else of_draws(local.z)
+        return Beliefs(own if self.form == "laplace" or own is None else trees.choose(local.own, own, prior), prior)
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """Draws moved and scaled; with Langevin steps a client without its own has the population's."""
+        new = beliefs.prior if self.form == "laplace" or beliefs.posterior is None else beliefs.posterior
+        if new is not None:
+            unit = jnp.maximum(self.sigma, 1e-30) if self.form == "laplace" else 1.0
+            down = down._replace(mu=new.mean, variance=jax.tree.map(lambda s: jnp.square(s / unit), new.deviation))
+        if beliefs.posterior is not None and local.z is not None:
+            local = local._replace(z=redrawn(local.z, beliefs.posterior))
+        return down, local
+
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """σ and T of Laplace's form; for numbers σ, c, and T of 0 or 1."""
+        """σ and T of Laplace's form; for numbers σ and c, as the posterior is then exact at T = 1 and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices
         if not self._noisy:
             return {name: grid for name, grid in found.items() if name != "noise"}
-        return {**found, "temperature": (0.0, 0.0, 1.0)}
+        return {name: OfPopulation(grid) for name, grid in found.items() if name != "temperature"}
 
     @property
     def _noisy(self) -> bool:
@@ -234,14 +252,19 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         readout = self.model.apply
         if self.model.features is not None and self.model.readout is not None and self.personal == ("head",):
             readout, x = self.model.readout, in_blocks(self.model.features, down.phi, x)
-        relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
-        variance = jax.tree.map(lambda v: jnp.square(self.sigma) * v, relative)
 
         def outputs(z: Params) -> Float[Array, "n k"]:
             found = readout(trees.merge(down.phi, z), x)
             return _quieter(found, self.noise) if self._noisy else found
 
-        return laplace.Head(outputs, self.model.likelihood, y, data.mask, down.mu, variance)
+        return laplace.Head(outputs, self.model.likelihood, y, data.mask, down.mu, self._variance(down))
+
+    def _variance(self, down: Down) -> Params:
+        """The variance of the population prior."""
+        if self.form == "langevin":
+            return down.variance
+        relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
+        return jax.tree.map(lambda v: jnp.square(self.sigma) * v, relative)
 
     def _relative(self, old: Params | None, up: Up) -> Params | None:
         """V after a round: the spread of the modes by feature, relative to its mean over all weights."""

@@ -39,6 +39,7 @@ from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
+from fedbayes.models.beliefs import Beliefs, Marginals
 from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
@@ -223,6 +224,33 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
         if local.q is None and not isinstance(down.theta, MeanField):
             return one(key)[None]
         return jax.vmap(one)(jax.random.split(key, self.draws))  # what does not depend on the draw is computed once
+
+    @property
+    def deterministic(self) -> FedVI:
+        """β without noise and without a prior, θ as a point."""
+        return dataclasses.replace(self, sigma0=1e-6, tau=0.0, gamma=0.0)
+
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """β after `adapt`, and θ with γ > 0."""
+        found: dict[str, tuple[Any, Any, float]] = {}
+        if local.q is not None:
+            found["beta"] = (local.q.mean, local.q.sigma, self.prior_scale)
+        if isinstance(down.theta, MeanField):
+            found["theta"] = (*gaussian.marginals(down.theta), self.sigma_theta)
+        if not found:
+            return Beliefs()
+        posterior = Marginals(*({name: one[place] for name, one in found.items()} for place in (0, 1)))
+        scale = {name: jax.tree.map(lambda leaf, s=s: jnp.full_like(leaf, s), mean) for name, (mean, _, s) in found.items()}
+        return Beliefs(posterior, Marginals(trees.zeros(posterior.mean), scale))
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """Another q(β) with the bias as it is, another q(θ); the priors are fixed."""
+        if beliefs.posterior is None:
+            return down, local
+        mean, deviation = beliefs.posterior
+        if "theta" in mean:
+            down = down._replace(theta=gaussian.mean_field(Marginals(mean["theta"], deviation["theta"])))
+        return down, local if local.q is None else Local(local.q._replace(mean=mean["beta"], sigma=deviation["beta"]))
 
     def posterior(self, theta: Theta, h: Float[Array, "n d"], support: Bool[Array, " n"]) -> Posterior:
         """q(β | support), equations 26 to 29; without a row it is r(β)."""

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, Sum, setting
+from fedbayes.models.beliefs import Beliefs
 from fedbayes.primitives import gaussian, gaussian_network
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.gaussian import MeanField
@@ -123,6 +124,16 @@ class PFedBayes(Stepping[Server, Local, Down, Up]):
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the client's q, or of w where it has none."""
         return gaussian_network.predict(self.model, key, self._own(down, local), x, self.draws)
+
+    def beliefs(self, down: Down, local: Local) -> Beliefs:
+        """The client's q and the shared w."""
+        return Beliefs(gaussian.marginals(self._own(down, local)), gaussian.marginals(down.w))
+
+    def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
+        """Another q, another w."""
+        down = down if beliefs.prior is None else down._replace(w=gaussian.mean_field(beliefs.prior))
+        q = beliefs.posterior
+        return down, local if q is None else Local(gaussian.mean_field(q), jnp.bool_(True))
 
     def _init(self, key: PRNGKeyArray) -> MeanField:
         return gaussian_network.init(self.model, key, self.rho, self.spread)

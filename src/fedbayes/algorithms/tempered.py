@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 from fedbayes.algorithm import Data, NetworkAlgorithm, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Model
+from fedbayes.models.beliefs import Beliefs
 from fedbayes.models.predictive import is_numeric
 from fedbayes.primitives.training import shuffle
 
@@ -120,6 +121,15 @@ class Tempered(NetworkAlgorithm[Any, Local, Any, Any]):
     def predict(self, key: PRNGKeyArray, down: Any, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """Draws of the logits, divided by T."""
         return self.algorithm.predict(key, down, local.inner, x) / jnp.exp(local.log_temperature)
+
+    def beliefs(self, down: Any, local: Local) -> Beliefs:
+        """As inside."""
+        return self.algorithm.beliefs(down, local.inner)
+
+    def with_beliefs(self, down: Any, local: Local, beliefs: Beliefs) -> tuple[Any, Local]:
+        """As inside, at the same temperature."""
+        down, inner = self.algorithm.with_beliefs(down, local.inner, beliefs)
+        return down, local._replace(inner=inner)
 
     def _split(self, data: Data) -> tuple[Data, Data]:
         """Rows that train, in front as elsewhere, and the others; which is which is the same in each round."""

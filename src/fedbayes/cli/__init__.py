@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "train several algorithms over several seeds: one table with mean ± spread",
     "fit": "fit a NumPyro model over silos: fedbayes fit FILE --algorithm … --out DIR",
     "report": "one HTML page about a run, or a comparison of several: fedbayes report RUN …",
+    "check": "which uncertainty of a run is alive: averaging, scales, the person: fedbayes check RUN",
     "certify": "bound the error of clients that did not train: fedbayes certify RUN",
     "personalise": "take a personal model away from a run: fedbayes personalise RUN --out FILE",
     "predict": "predict rows with a personal model: fedbayes predict FILE --data new.csv",

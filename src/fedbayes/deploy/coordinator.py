@@ -7,6 +7,7 @@ and not counted. After each round the state is on the disk; a run that is starte
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import secrets
@@ -197,14 +198,16 @@ class Coordinator:
 
     def _choose(self, post: Post) -> tuple[Chosen, list[int]]:
         """Let the sites that have not trained score candidates for settings of `adapt`; keep the choice, tell who made it."""
-        assert self.experiment.plan is not None
-        key, sites = keys.of_round(self.experiment.seed, self.round + 1), self.experiment.plan.newcomers.tolist()
+        plan = self.experiment.plan
+        assert plan is not None
+        key, sites = keys.of_round(self.experiment.seed, self.round + 1), plan.newcomers.tolist()
         present = self.present(post, sites, 1, GRACE)
         request = self.request(self.experiment.choosing, self.state, "choose", self.round, key, present)
-        partial, answered, _ = self.gather(post, request, self.experiment.choosing_up, plausible)
+        check = functools.partial(plausible, repeats=plan.repeats)
+        partial, answered, _ = self.gather(post, request, self.experiment.choosing_up, check)
         if missing := sorted(set(sites) - set(answered)):
             log.warning("round %d: sites %s have no say in settings of adapt", self.round, _list(missing))
-        found = decided(self.experiment.network, Scores(**partial.sums))
+        found = decided(self.experiment.network, Scores(**partial.sums), plan.repeats)
         if answered:
             log.info("round %d: sites %s chose settings of adapt", self.round, _list(sorted(answered)))
         else:

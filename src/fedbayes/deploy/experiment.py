@@ -20,7 +20,7 @@ from fedbayes.algorithms.evidence import Evidence
 from fedbayes.data.clients import Clients
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
-from fedbayes.engine.choose import MOST, REPEATS, SIZES, Choosing, Plan
+from fedbayes.engine.choose import MOST, QUERY, REPEATS, SIZES, Choosing, Plan
 from fedbayes.engine.choose import Up as Scores
 from fedbayes.engine.clients import fresh_state
 from fedbayes.errors import UserError
@@ -175,7 +175,7 @@ class Experiment:
     @property
     def choosing(self) -> Choosing:
         """What these sites are asked."""
-        return Choosing(self.network)
+        return Choosing(self.network, REPEATS if self.plan is None else self.plan.repeats)
 
     @functools.cached_property
     def choosing_up(self) -> Any:
@@ -244,7 +244,7 @@ class Experiment:
         """A digest of what both sides have to agree on: the algorithm's settings, and a client's round as a program."""
         told = [self.algorithm.title, describe(self.algorithm), self.seed, self.rounds, self.sites]
         told += [False] if self.networked and not self.choose else []
-        told += [] if self.plan is None else [self.choosing.settings, SIZES, REPEATS, MOST]
+        told += [] if self.plan is None else [self.choosing.settings, SIZES, self.choosing.repeats, MOST, QUERY]
         told += [] if self.networked else [self.evidence.points, self.evidence.inner]
         settings = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
         return settings + provenance.digest(self._program[0])

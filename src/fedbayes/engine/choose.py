@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fedbayes.algorithm import Algorithm, AnyNetwork, Data, Sum, settled
+from fedbayes import trees
+from fedbayes.algorithm import Algorithm, AnyNetwork, Data, OfPopulation, Sum, settled
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
+from fedbayes.engine.candidates import Candidates, Lanes, at, candidates
+from fedbayes.engine.cohort import CACHE, for_each, group_width
 from fedbayes.errors import UserError
 from fedbayes.primitives.training import rows, shuffle
 
@@ -35,13 +37,13 @@ SIZES = (5, 20, None)
 LIMITS = (10, 50)
 """Rows up to which the choice for the first size holds, and for the second."""
 LABELS = (f"up to {LIMITS[0]} rows", f"up to {LIMITS[1]} rows", "more rows")
-REPEATS = (4, 4, 4)
-"""How often the rows of each size are drawn anew."""
-QUERY = 5
-"""Fewest rows that a client must have left to score."""
-MOST = 200
-"""Rows of a client that are used, at most."""
-SHARE, NEWCOMERS = 0.2, 50
+DRAWS, REPEATS = 6, 3
+"""Draws of rows that all newcomers together make for each size, and those of one newcomer at most; each makes at least one."""
+FEWEST, QUERY = 5, 50
+"""Rows that a client must have left to score, and how many of them are scored at most."""
+MOST = 150
+"""Rows that a client adapts with, at most."""
+SHARE, NEWCOMERS = 0.2, 10
 """The share of participants that are newcomers, and how many at most."""
 WHEN, LEAST = 0.8, 10
 """The share of rounds after which the choice is made, and the fewest rounds of a run in which one is."""
@@ -85,41 +87,15 @@ class Choice:
 
 def adapt(algorithm: AnyNetwork, choice: Choice | None, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> Any:
     """`algorithm.adapt` with the settings that were chosen for so many rows."""
+    return chosen(algorithm, choice, rows(data)).adapt(key, down, local, data)
+
+
+def chosen(algorithm: AnyNetwork, choice: Choice | None, count: Float[Array, ""]) -> AnyNetwork:
+    """The algorithm with the settings that were chosen for so many rows, which are traced."""
     if choice is None:
-        return algorithm.adapt(key, down, local, data)
-    values = jnp.asarray(choice.values)[jnp.sum(rows(data) > jnp.asarray(LIMITS, jnp.float32))]
-    return settled(algorithm, dict(zip(choice.names, values, strict=True))).adapt(key, down, local, data)
-
-
-class Candidates(NamedTuple):
-    """Settings to choose from; the first candidate does not adapt."""
-
-    names: tuple[str, ...]
-    values: tuple[tuple[float, ...], ...]
-
-
-def candidates(algorithm: AnyNetwork) -> Candidates:
-    """All combinations of the values that an algorithm declares, of settings that have their default value.
-
-    >>> import fedbayes as fb
-    >>> names, values = candidates(fb.FedAvg(fb.models.linear((2,), fb.models.Categorical(2))))
-    >>> names, len(values), values[0]
-    (('tune.lr', 'tune.steps'), 11, (0.0, 0.0))
-    """
-    default = {field.name: field.default for field in dataclasses.fields(algorithm)}
-    grids = {name: grid for name, grid in algorithm.choices.items() if _at(algorithm, name) == _at(default, name)}
-    if not grids:
-        return Candidates((), ())
-    others = itertools.product(*(grid[1:] for grid in grids.values()))
-    every = (tuple(grid[0] for grid in grids.values()), *others)
-    return Candidates(tuple(grids), tuple(tuple(map(float, one)) for one in every))
-
-
-def _at(config: Any, name: str) -> Any:
-    """A setting by its dotted name."""
-    first, _, rest = name.partition(".")
-    value = config[first] if isinstance(config, dict) else getattr(config, first)
-    return _at(value, rest) if rest else value
+        return algorithm
+    values = jnp.asarray(choice.values)[jnp.sum(count > jnp.asarray(LIMITS, jnp.float32))]
+    return settled(algorithm, dict(zip(choice.names, values, strict=True)))
 
 
 class Plan(NamedTuple):
@@ -136,6 +112,11 @@ class Plan(NamedTuple):
             return None
         count = min(NEWCOMERS, max(1, round(SHARE * len(participants))))
         return cls(steps.take_part(seed, 0, participants, count), round(WHEN * rounds))
+
+    @property
+    def repeats(self) -> int:
+        """How often each newcomer draws rows of each size."""
+        return min(REPEATS, max(1, round(DRAWS / len(self.newcomers))))
 
     def training(self, round: int, participants: np.ndarray) -> np.ndarray:
         """The participants that may train in a round."""
@@ -155,6 +136,8 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
     """The round in which newcomers score candidates for `trained`; it changes nobody's state."""
 
     trained: AnyNetwork
+    repeats: int = REPEATS
+    """How often a newcomer draws rows of each size."""
 
     @property
     def settings(self) -> Candidates:
@@ -174,41 +157,52 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
         return self.trained.broadcast(key, server)
 
     def client(self, key: PRNGKeyArray, down: Any, local: Any, data: Data) -> tuple[Up, Any]:
-        """Adapt with each candidate on some rows, score the others."""
+        """Adapt with each candidate on some rows, score others."""
         key = keys.fold(key, np.uint32(keys.CHOOSE))
-        values, count = jnp.asarray(self.settings.values, jnp.float32), min(MOST, data.mask.shape[0])
-        chosen = shuffle(key, data)[:count]
-        data = Data(*(leaf[chosen] for leaf in data))
-        n = jnp.sum(data.mask)
+        lanes, n, size = Lanes.of(self.trained, self.settings), jnp.sum(data.mask), trees.size((down, local))
+        widest = lanes.values.shape[1]
+        width = widest if group_width(size) >= widest else 1
+        length, scored = data.mask.shape[0], min(QUERY, data.mask.shape[0])
+        # A small model takes longer to compile than to run: one program. A large one gets arrays that are short for few rows.
+        short = MOST if size < CACHE else max(size for size in SIZES if size is not None)
 
-        def split(number: Int[Array, ""], size: Int[Array, ""], room: int) -> tuple[Array, Array, Array]:
-            for_rows, for_adapt, for_draws = jax.random.split(jax.random.fold_in(key, number), 3)
-            order = shuffle(for_rows, data)
+        def scores(place: Int[Array, ""], size: Int[Array, ""], room: int) -> tuple[Array, Array]:
+            for_rows, for_adapt, for_draws = jax.random.split(jax.random.fold_in(key, place), 3)
+            order = jnp.pad(shuffle(for_rows, data), (0, scored))
             support = Data(*(leaf[order[:room]] for leaf in data))
             support = support._replace(mask=support.mask & (jnp.arange(room) < size))
-            query = data.mask & (jnp.argsort(order) >= size) & (n >= size + QUERY)
+            asked = jax.lax.dynamic_slice_in_dim(order, size, scored)
+            query, exists = Data(*(leaf[asked] for leaf in data)), (size + jnp.arange(scored) < n) & (n >= size + FEWEST)
 
-            def log_score(value: Float[Array, " names"]) -> Float[Array, " n"]:
-                adapting = settled(self.trained, dict(zip(self.settings.names, value, strict=True)))
-                state = adapting.adapt(for_adapt, down, local, support)
-                draws = self.trained.predict(for_draws, down, state, data.x)
-                each = self.trained.likelihood.log_prob(draws, data.y)
+            def log_score(value: Float[Array, " names"], length: Float[Array, " lengths"]) -> Float[Array, " n"]:
+                settings = {**dict(zip(lanes.names, value, strict=True)), **dict(zip(lanes.lengths, length, strict=True))}
+                state = settled(self.trained, settings).adapt(for_adapt, down, local, support)
+                draws = self.trained.predict(for_draws, down, state, query.x)
+                each = self.trained.likelihood.log_prob(draws, query.y)
                 mixed = jax.nn.logsumexp(each, axis=0) - np.float32(np.log(draws.shape[0]))
-                return jnp.where(jnp.isfinite(mixed), jnp.clip(mixed, FLOOR, -FLOOR), FLOOR)
+                return jnp.where(exists, jnp.where(jnp.isfinite(mixed), jnp.clip(mixed, FLOOR, -FLOOR), FLOOR), 0.0)
 
-            scores = jnp.where(query[None], jax.vmap(log_score)(values), 0.0)
-            ahead = scores - scores[:1]
-            return jnp.sum(scores, axis=1), jnp.sum(ahead**2, axis=1), jnp.sum(query).astype(jnp.float32)
+            def group(one: tuple[Array, Array, Array]) -> Array:
+                values, length, count = one
+                return for_each(lambda value: log_score(value, length), width, count, values)
 
-        # Few rows in arrays of few rows: a method that looks at all rows at once would else look at padding.
-        known = [size for size, repeats in zip(SIZES, REPEATS, strict=True) for _ in range(repeats) if size is not None]
-        given = jnp.arange(1, 1 + len(known)), jnp.asarray(known)
-        found = jax.lax.map(lambda one: split(one[0], one[1], min(max(known), count)), given)
-        more = 1 + len(known) + jnp.arange(REPEATS[SIZES.index(None)])
-        many = jax.lax.map(lambda number: split(number, 3 * n // 4, count), more)
-        sizes = np.array([*(SIZES.index(size) for size in known), *[SIZES.index(None)] * len(more)])
-        every = (jnp.concatenate(both) for both in zip(found, many, strict=True))
-        return Up(*(jax.ops.segment_sum(part, sizes, len(SIZES)) for part in every)), local
+            return jax.lax.map(group, (lanes.values, lanes.length, lanes.members))[lanes.places], jnp.sum(exists)
+
+        def drawn(sizes: Sequence[int | None], first: int, room: int) -> tuple[Array, Array, Array]:
+            """The sums for some sizes, of which `first` come before."""
+            rows = jnp.stack([jnp.minimum(3 * n // 4, MOST) if size is None else jnp.asarray(size, n.dtype) for size in sizes])
+
+            def draw(place: Int[Array, ""]) -> tuple[Array, Array, Array]:
+                found, count = scores(first * self.repeats + place, rows[place // self.repeats], min(room, length))
+                return jnp.sum(found, axis=1), jnp.sum((found - found[:1]) ** 2, axis=1), count.astype(jnp.float32)
+
+            found = jax.lax.map(draw, jnp.arange(len(sizes) * self.repeats))
+            return jax.tree.map(lambda part: jnp.sum(part.reshape(len(sizes), self.repeats, *part.shape[1:]), axis=1), found)
+
+        if short == MOST:
+            return Up(*drawn(SIZES, 0, MOST)), local
+        both = drawn(SIZES[:-1], 0, short), drawn(SIZES[-1:], len(SIZES) - 1, MOST)
+        return Up(*jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)), local
 
     def server(self, key: PRNGKeyArray, server: Any, down: Any, up: Up) -> Any:
         """The sums as they are."""
@@ -223,19 +217,19 @@ class Choosing(Algorithm[Any, Any, Any, Up]):
         raise UserError("a choosing round predicts nothing; ask the algorithm that was trained")
 
 
-def plausible(told: Up) -> None:
+def plausible(told: Up, repeats: int = REPEATS) -> None:
     """Refuse sums that no newcomer's rows give: a negative or too large number of rows, or scores beyond their bounds.
 
     >>> each = np.zeros((3, 2), np.float32)
     >>> plausible(Up(each - 50, each, np.full(3, 10, np.float32)))
     >>> plausible(Up(each, each, np.full(3, -10, np.float32)))
     Traceback (most recent call last):
-    fedbayes.errors.UserError: it scored -10 rows for 'up to 10 rows'; expected 0 to 800
+    fedbayes.errors.UserError: it scored -10 rows for 'up to 10 rows'; expected 0 to 150
     """
     score, square, count = (np.asarray(part, np.float64) for part in told)
-    for label, scored, most in zip(LABELS, count, MOST * np.array(REPEATS), strict=True):
-        if not 0 <= scored <= most:
-            raise UserError(f"it scored {scored:g} rows for {label!r}; expected 0 to {most}")
+    for label, scored in zip(LABELS, count, strict=True):
+        if not 0 <= scored <= repeats * QUERY:
+            raise UserError(f"it scored {scored:g} rows for {label!r}; expected 0 to {repeats * QUERY}")
     room = 1.001 * count[:, None]  # sums are rounded
     if (np.abs(score) > -FLOOR * room).any() or (square < 0).any() or (square > (2 * FLOOR) ** 2 * room).any():
         limits = f"a log score of each between {FLOOR:g} and {-FLOOR:g}"
@@ -259,7 +253,7 @@ class Chosen(NamedTuple):
                 "settings": {name: float(f"{value:.6g}") for name, value in values.items()},
                 "gain": float(self.gain[place]),
                 "error": float(self.error[place]),
-                "rows": int(self.rows[place] / REPEATS[place]),
+                "rows": int(self.rows[place]),
             }
         return told
 
@@ -307,29 +301,65 @@ def described_over(runs: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str
     return found
 
 
-def decided(algorithm: AnyNetwork, told: Up) -> Chosen:
+def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
     """The best candidate for each size, or the first where none is ahead of it by its standard error.
 
-    A size that no newcomer has rows for takes the choice of the next smaller one, or of the next larger. Without any row, the
+    Properties of the population are one choice for all sizes, by the sums over sizes, and may lie between candidates. Else a
+    size that no newcomer has rows for takes the choice of the next smaller one, or of the next larger. Without any row, the
     algorithm's own settings stay.
     """
     settings = candidates(algorithm)
     score, square, count = (np.asarray(part, np.float64) for part in told)
     known = np.flatnonzero(count > 0)
     if not len(known):
-        own = np.array([float(_at(algorithm, name)) for name in settings.names], np.float32)
+        own = np.array([float(at(algorithm, name)) for name in settings.names], np.float32)
         return Chosen(Choice(settings.names, np.tile(own, (len(SIZES), 1))), *np.zeros((3, len(SIZES))))
+    pooled = all(isinstance(algorithm.choices[name], OfPopulation) for name in settings.names)
+    if pooled:
+        score, square, count = (np.broadcast_to(part.sum(axis=0), part.shape) for part in (score, square, count))
+        known = np.arange(len(SIZES))
     values, gains, errors = [], [], []
     for place in range(len(SIZES)):
-        at = known[known <= place][-1] if (known <= place).any() else known[0]
-        mean = score[at] / count[at]
+        size = known[known <= place][-1] if (known <= place).any() else known[0]
+        mean = score[size] / count[size]
         best = int(np.argmax(mean))
         gain = mean[best] - mean[0]
         # A row that is scored again after another draw of rows to adapt with is no new row.
-        error = np.sqrt(max(square[at][best] / count[at] - gain**2, 0.0) * REPEATS[at] / count[at])
+        error = np.sqrt(max(square[size][best] / count[size] - gain**2, 0.0) * repeats / count[size])
         best = best if gain > error else 0
-        values.append(settings.values[best])
+        values.append(_between(settings, mean, best) if pooled and best else settings.values[best])
         gains.append(gain if best else 0.0)
         errors.append(error)
     choice = Choice(settings.names, np.asarray(values, np.float32))
-    return Chosen(choice, np.array(gains), np.array(errors), count)
+    return Chosen(choice, np.array(gains), np.array(errors), count / repeats)
+
+
+def _between(settings: Candidates, score: Float[np.ndarray, " candidates"], best: int) -> tuple[float, ...]:
+    """The best candidate, moved in each setting to the top of a parabola through it and its neighbours there.
+
+    The log score is a smooth function of the logarithm of a property of the population.
+    """
+    found = list(settings.values[best])
+    for place in range(len(settings.names)):
+        others = [row[:place] + row[place + 1 :] for row in settings.values]
+        line = [one for one in range(1, len(others)) if others[one] == others[best]]
+        line.sort(key=lambda one: settings.values[one][place])
+        middle = line.index(best)
+        if 0 < middle < len(line) - 1:
+            near = line[middle - 1 : middle + 2]
+            x = [float(np.log(settings.values[one][place])) for one in near]
+            found[place] = float(np.exp(_top(x, score[near].tolist())))
+    return tuple(found)
+
+
+def _top(x: Sequence[float], y: Sequence[float]) -> float:
+    """Where the parabola through three points, of which the middle one is the highest, has its maximum.
+
+    >>> _top([0.0, 1.0, 3.0], [-4.0, -1.0, -1.0])
+    2.0
+    """
+    left, right = x[1] - x[0], x[2] - x[1]
+    up, down = (y[1] - y[0]) / left, (y[1] - y[2]) / right
+    if not up + down > 0:
+        return x[1]
+    return x[1] + (up * right - down * left) / (2 * (up + down))

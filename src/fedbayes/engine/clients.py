@@ -24,7 +24,7 @@ from fedbayes.data.clients import Clients
 from fedbayes.engine import keys, reduce
 from fedbayes.engine import round as steps
 from fedbayes.engine.choose import Choice, Choosing, Chosen, Plan, decided
-from fedbayes.engine.cohort import CohortResult, FlatRows, Padding, run_client, run_cohort
+from fedbayes.engine.cohort import CohortResult, FlatRows, Padding, group_width, run_client, run_cohort
 from fedbayes.engine.local_state import States
 from fedbayes.engine.round import ADVICE, Diverged, Round
 from fedbayes.errors import UserError
@@ -32,8 +32,6 @@ from fedbayes.errors import UserError
 MEMORY = 512 * 2**20  # bytes of rows and states that one compiled call may hold
 RESIDENT = 256 * 2**20  # bytes of a data set up to which all its rows lie on the device for the whole run
 ONE_LENGTH = 32 * 2**20  # bytes of a cohort's rows up to which all clients are padded to one length
-CACHE = 2**18
-"""Bytes of parameters that the clients of a vmapped group may hold together: what stays in a core's cache. See benchmarks/."""
 
 
 class Bucket(NamedTuple):
@@ -116,8 +114,7 @@ class Simulation:
         self.round, self.plan = 0, plan
         self.choice: Choice | None = None
         self.local: States[Any] = States(self.fresh, len(data), folder)
-        # Many small networks fill a vector unit, large ones only leave the cache.
-        self.width = width or max(1, min(64, CACHE // max(1, trees.size(self.state) + trees.size(self.fresh))))
+        self.width = width or group_width(trees.size((self.state, self.fresh)))
         self._memory = memory
         self._bucket_of = np.zeros(len(data), np.int8)
         for number, bucket in enumerate(self.buckets):
@@ -166,10 +163,11 @@ class Simulation:
     def choose(self) -> Chosen:
         """Let the plan's newcomers score candidates, and keep the choice."""
         assert self.plan is not None
-        choosing, key, down = Choosing(self.algorithm), keys.of_round(self.seed, self.round), self.down()
+        choosing, key, down = Choosing(self.algorithm, self.plan.repeats), keys.of_round(self.seed, self.round), self.down()
         calls = list(self._gather(self.plan.newcomers))
-        outcomes = [self._run_vmap(choosing, key, down, call) for call in calls]
-        found = decided(self.algorithm, self._close(choosing, key, down, outcomes, calls).state)
+        # Newcomers one by one: the candidates of one fill a group, and loops then end with its own rows.
+        outcomes = [self._run_vmap(choosing, key, down, call, width=1) for call in calls]
+        found = decided(self.algorithm, self._close(choosing, key, down, outcomes, calls).state, self.plan.repeats)
         self.choice = found.choice
         return found
 
@@ -220,8 +218,10 @@ class Simulation:
         wanted = min(self.cohort if cohort is None else cohort, members, fit)
         return -(-wanted // self.width) * self.width if self.backend == "vmap" else wanted
 
-    def _run_vmap(self, algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, call: Call) -> CohortResult:
-        local, width = self.local.get(call.ids, call.slots), self.width if self.backend == "vmap" else 1
+    def _run_vmap(
+        self, algorithm: AnyAlgorithm, key: PRNGKeyArray, down: Any, call: Call, width: int | None = None
+    ) -> CohortResult:
+        local, width = self.local.get(call.ids, call.slots), width or self.width
         count = np.int32(len(call.ids))
         return run_cohort(algorithm, width, call.padding, key, down, call.padded_ids, count, local, call.rows)
 

@@ -21,6 +21,8 @@ from fedbayes.algorithm import AnyAlgorithm, Data
 from fedbayes.engine import keys, reduce
 from fedbayes.primitives.training import checked_steps
 
+CACHE = 2**18
+"""Bytes of parameters that a vmapped group may hold: what stays in a core's cache. See benchmarks/."""
 jit_inline = functools.partial(jax.jit, inline=True)
 
 
@@ -105,6 +107,15 @@ def run_client(
         return up, new
 
     return checkify.checkify(run)()
+
+
+def group_width(size: int) -> int:
+    """How many models of so many bytes a vmapped group has: many small ones fill a vector unit, large ones leave the cache.
+
+    >>> group_width(100), group_width(2**16), group_width(2**20)
+    (64, 4, 1)
+    """
+    return max(1, min(64, CACHE // max(1, size)))
 
 
 def for_each(function: Callable[..., Any], width: int, count: Any, *arguments: Any) -> Any:

@@ -19,15 +19,17 @@ Reference:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fedbayes import trees
 from fedbayes.algorithm import Data
-from fedbayes.primitives.training import Training, rows
+from fedbayes.models import Model
+from fedbayes.primitives.training import Training, drawn, mixture_score, rows
 from fedbayes.trees import Params
 
 NU0 = 0.5
@@ -36,6 +38,11 @@ LEAST = 3.0
 """Degrees of freedom of Student's t, at least, so that it has a variance."""
 MOST = 2.0
 """A round changes σ² by at most this factor: in the first ones clients are far from where they end."""
+
+HEATS = (0.0, 0.01, 0.1, 0.3, 1.0)
+"""What the variances of draws around the mean may be multiplied by."""
+HEATED, HEATED_DRAWS = 16, 8
+"""Rows and draws by which a client scores them."""
 
 
 class Apart(NamedTuple):
@@ -164,6 +171,33 @@ def spread(apart: Apart, like: Params) -> Params:
     """The variance of a client that nobody has seen, σ² (1 + 1/n), for every weight."""
     total = jax.tree.map(lambda v, n: v * (1 + 1 / n), apart.variance, apart.clients)
     return jax.tree.map(lambda leaf, v: jnp.broadcast_to(v, leaf.shape), like, total)
+
+
+def with_spread(apart: Apart, total: Params) -> Apart:
+    """The same with another variance of an unseen client, weight by weight: the inverse of `spread`.
+
+    >>> one = Apart(jnp.float32(1.0), jnp.float32(4.0), jnp.float32(3.0))
+    >>> spread(with_spread(one, jnp.array([2.0, 3.0])), jnp.zeros(2)).tolist()
+    [2.0, 3.0]
+    """
+    return apart._replace(variance=jax.tree.map(lambda t, n: t / (1 + 1 / n), total, apart.clients))
+
+
+def heat_scores(
+    model: Model,
+    draw: Callable[[PRNGKeyArray, Float[Array, ""]], Params],
+    key: PRNGKeyArray,
+    data: Data,
+    turn: Bool[Array, ""] | None,
+) -> Float[Array, " heats"]:
+    """Log scores of some rows under draws whose variances are multiplied by each of `HEATS`; 0 out of turn."""
+    for_rows, for_draws = jax.random.split(key)
+    some, keys = drawn(for_rows, data, HEATED), jax.random.split(for_draws, HEATED_DRAWS)
+
+    def score(heat: Float[Array, ""]) -> Float[Array, ""]:
+        return mixture_score(model, lambda key: draw(key, heat), keys, some)
+
+    return jax.lax.cond(turn, lambda: jax.lax.map(score, jnp.asarray(HEATS)), lambda: jnp.zeros(len(HEATS)))
 
 
 def deviations(apart: Apart) -> dict[str, Float[Array, ""]]:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fedbayes import trees
+from fedbayes.models.beliefs import Marginals
 from fedbayes.primitives import small
 
 STEPS = 50
@@ -191,6 +192,20 @@ class MeanField(NamedTuple):
 
     mean: Any
     rho: Any
+
+
+def marginals(q: MeanField) -> Marginals:
+    """Means and standard deviations."""
+    return Marginals(q.mean, jax.tree.map(deviation, q.rho))
+
+
+def mean_field(marginals: Marginals) -> MeanField:
+    """The Gaussian with these marginals.
+
+    >>> round(float(marginals(mean_field(Marginals(jnp.ones(1), jnp.full(1, 0.5)))).deviation[0]), 6)
+    0.5
+    """
+    return MeanField(marginals.mean, jax.tree.map(rho_of, marginals.deviation))
 
 
 @jax.custom_jvp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +44,19 @@ def equation_18(
     return new, jax.tree.map(scatter, m0, new, delta, square)
 
 
-def population(key: PRNGKeyArray, m0: Params, V0: Params, normal: Params, of: Prior, prior: str) -> Params:
-    """A draw of a new client's weights (19): with variances of their own a posteriori, one for all (literal), or known."""
-    if prior == "fixed":
-        noise = normal  # no variance to be unsure of
-    elif prior == "literal":
-        heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
-        noise = jax.tree.map(lambda e: heavy * e, normal)
+def population(key: PRNGKeyArray, m0: Params, V: Params, share: Any, degrees: Any, one: bool = False) -> Params:
+    """A draw of a new client's weights (19): Student's t around m0 with squared scales share V, or normal without degrees.
+
+    Weights have variances of their own a posteriori, or with `one` share a single one.
+    """
+    if degrees is None:  # no variance to be unsure of
+        noise = trees.normal_like(key, m0)
+    elif one:
+        heavy = jnp.sqrt(degrees / jax.random.chisquare(jax.random.fold_in(key, 1), degrees))
+        noise = jax.tree.map(lambda e: heavy * e, trees.normal_like(key, m0))
     else:
-        noise = student_t_like(key, m0, jax.tree.map(lambda _: of.degrees, m0))
-    scale = (of.l0 + 1) / (of.l0 * of.degrees)
-    return jax.tree.map(lambda m, V, e: m + jnp.sqrt(scale * V) * e, m0, V0, noise)
+        noise = student_t_like(key, m0, degrees)
+    return jax.tree.map(lambda m, v, e: m + jnp.sqrt(share * v) * e, m0, V, noise)
 
 
 def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
@@ -106,13 +108,13 @@ def _slope_of_pull(primals: tuple[Params, Params, Params], tangents: tuple[Param
     return jnp.float32(0), jax.tree.reduce(jnp.add, terms, jnp.float32(0))
 
 
-def student_t_like(key: PRNGKeyArray, like: Params, degrees: Params) -> Params:
-    """Student's t for each weight; degrees of freedom for each array, or for each weight."""
+def student_t_like(key: PRNGKeyArray, like: Params, degrees: Any) -> Params:
+    """Student's t for each weight; degrees of freedom for all, for each array, or for each weight."""
     leaves, structure = jax.tree.flatten(like)
-    keys, of = jax.random.split(key, len(leaves)), jax.tree.leaves(degrees)
-    return jax.tree.unflatten(
-        structure, [student_t(one, nu, leaf.shape) for one, nu, leaf in zip(keys, of, leaves, strict=True)]
-    )
+    of = [degrees] * len(leaves) if isinstance(degrees, int | float) else jax.tree.leaves(degrees)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [student_t(one, nu, leaf.shape) for one, nu, leaf in zip(keys, of, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
 
 
 def divergence(V0: Params, m0: Params, delta: Params, n0: float, p: float, epsilon: float) -> Float[Array, ""]:

@@ -35,7 +35,14 @@ class Tilted(NamedTuple):
     health: Health
 
 
-def draws(structured: Structured, count: int, key: PRNGKeyArray, q: Global, factors: Natural) -> Tilted:
+def draws(
+    structured: Structured,
+    count: int,
+    key: PRNGKeyArray,
+    q: Global,
+    factors: Natural,
+    near: Float[Array, "s n"] | None = None,
+) -> Tilted:
     """`count` draws, from chains that are thinned.
 
     Args:
@@ -44,13 +51,26 @@ def draws(structured: Structured, count: int, key: PRNGKeyArray, q: Global, fact
         key: Of all that is random.
         q: q(Z_G).
         factors: Π_j t_j in q's coordinates.
+        near: At least `FIRST` draws to start from, as those of chains that did not mix; by default of q.
     """
-    return _draws(structured, frames.depth(structured), count, key, q, factors)
+    for_q, key = jax.random.split(key)
+    if near is None:
+        near = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(for_q, (FIRST, q.mean.size)))
+    near = near[jnp.linspace(0, len(near) - 1, FIRST).astype(jnp.int32)]
+    return _draws(structured, frames.depth(structured), count, key, q, factors, near)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q: Global, factors: Natural) -> Tilted:
-    keys, n = jax.random.split(key, 4), q.mean.size
+def _draws(
+    structured: Structured,
+    depth: int,
+    count: int,
+    key: PRNGKeyArray,
+    q: Global,
+    factors: Natural,
+    near: Float[Array, "s n"],
+) -> Tilted:
+    keys, n = jax.random.split(key, 2), q.mean.size
     root = gaussian.root(q)
     told = small.inverse_root(root)
     precision = jnp.diagonal(told.T @ factors.precision @ told)
@@ -62,8 +82,7 @@ def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q:
         value = structured.log_population({}, z) + slope + gaussian.log_factor(factors, factored.standardised(q, z))
         return jnp.where(jnp.isfinite(value), value, -jnp.inf)
 
-    z = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(keys[0], (FIRST, n)))
-    x = jax.vmap(lambda one: _standardised(structured, free, one))(z)
+    x = jax.vmap(lambda one: _standardised(structured, free, one))(near)
 
     def stage(carry: tuple[Array, Array, Array], number: Array) -> tuple[tuple[Array, Array, Array], Draws]:
         """Chains in coordinates with the mean and the root of what was drawn before."""
@@ -72,7 +91,7 @@ def _draws(structured: Structured, depth: int, count: int, key: PRNGKeyArray, q:
         start = Chains(v, {}, jnp.full((), 0.1, float), {})
         density = lambda v, _: log_tilted(mean + spread @ v)  # noqa: E731
         room = jnp.array([FIRST, DRAWS])[number]
-        found, end = sampling.nuts(density, keys[1 + number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT, patient=True)
+        found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT, patient=True)
         x = mean[None, None] + found.u @ spread.T
         weight = jnp.broadcast_to(sampling.draw_mask(found), x.shape[:2]).reshape(-1)
         return (*_moments(x.reshape(-1, n), weight.astype(x.dtype)), mean[None] + end.u @ spread.T), found._replace(u=x)

@@ -20,7 +20,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Params, check_settings, fact, setting
+from fedbayes.algorithm import Data, Lengths, Params, check_settings, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Model, Normal
 from fedbayes.primitives import optimisers
@@ -109,7 +109,7 @@ class Training:
         return optimisers.arguments(self.optimiser, momentum=self.momentum or None, weight_decay=self.weight_decay)
 
 
-TUNING = {"lr": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1), "steps": (0, 10, 50)}
+TUNING = {"lr": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1), "steps": Lengths((0, 10, 50))}
 """Candidates for a client's own training in `adapt`; the first, a step size of 0, leaves the model as it is."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedbayes import __version__, files
 from fedbayes.errors import UserError
-from fedbayes.report import blocks, compared, predictions, sections, structured
+from fedbayes.report import blocks, compared, life, predictions, sections, structured
 from fedbayes.report.records import Record, find, load
 
 
@@ -29,7 +29,7 @@ def single(record: Record) -> str:
         middle = [structured.posterior(record), structured.bound([record], [record.algorithm]), structured.silos(record)]
     else:
         parts = (sections.results, sections.learning, predictions.clients, predictions.calibration, predictions.uncertainty)
-        middle = [part(record) for part in (*parts, sections.labels)]
+        middle = [part(record) for part in (*parts, life.life, sections.labels)]
     subtitle = f"{record.rounds} rounds, seed {record.config.get('seed')}, {record.state}"
     return blocks.page(f"{record.algorithm} on {record.data_name}", subtitle, [*first, *middle, *last], __version__)
 

@@ -50,6 +50,8 @@ TRUSTED = 0.7
 """k̂ up to which weights are believed."""
 MIXED = 1.05
 """The r-hat up to which chains at the server are."""
+TRIALS = 4
+"""Runs of chains at the server, at most, until they have mixed."""
 COMPONENTS, TAILS = 4, 10
 """Components of a mixture, and latents whose tails have one of their own, at most."""
 SHARE = 0.15
@@ -113,8 +115,13 @@ class Tilted(NamedTuple):
     @classmethod
     def of(cls, structured: Structured, q: gaussian.Global, factors: gaussian.Natural, seed: int) -> Tilted:
         """From NUTS at the server."""
-        found = tilted.draws(structured, POINTS, jax.random.key(seed), q, factors)
-        mixed = bool(found.health.rhat < MIXED) and bool(found.health.ess > LEAST)
+        near, mixed = None, False
+        for trial in range(TRIALS):  # nobody is asked, so chains that have not mixed go on from where they are
+            found = tilted.draws(structured, POINTS, jax.random.fold_in(jax.random.key(seed), trial), q, factors, near)
+            mixed = bool(found.health.rhat < MIXED) and bool(found.health.ess > LEAST)
+            if mixed or not bool(np.isfinite(found.z).all()):
+                break
+            near = found.z
         mean, root = np.asarray(q.mean, float), np.asarray(gaussian.root(q), float)
         shift, precision = (np.asarray(part, float) for part in factors)
 

@@ -9,6 +9,7 @@
     timing.jsonl             seconds of each part of the run; not the same from run to run
     shared.safetensors       the shared model, with the algorithm and the layout of rows: all that a newcomer needs
     members.json             who the clients were
+    life.json                the worth of each part of the uncertainty, where it was measured (see check.py)
     result.json              the figures; its presence says that the run is finished
 
 A run that is killed at any moment and resumed ends with the same bits as one that was not.
@@ -46,7 +47,7 @@ from fedbayes.wire import provenance
 
 log = logging.getLogger("fedbayes")
 MOST = 500_000  # clients times classes up to which about.json says who has which labels: a megabyte or two
-SHARED, MEMBERS = "shared.safetensors", "members.json"
+SHARED, MEMBERS, LIFE = "shared.safetensors", "members.json", "life.json"
 AGAIN = "--force starts the run over"
 FILES = (
     *("config.json", "metrics.jsonl", "checkpoint.safetensors", "scores.safetensors", "result.json"),
@@ -62,6 +63,7 @@ FILES = (
         "command.json",
     ),
     "report.html",
+    LIFE,
 )
 
 
@@ -189,7 +191,7 @@ class Run:
         self.choice = metadata.get("choice")
         if self.extended:  # only now, as a run whose checkpoint is damaged keeps its result
             with files.writing(self.folder):
-                for name in ("result.json", "scores.safetensors", SHARED, "report.html"):
+                for name in ("result.json", "scores.safetensors", SHARED, "report.html", LIFE):
                     (self.folder / name).unlink(missing_ok=True)
             files.write_json(self.folder / "config.json", self.config)
         if self.finished:

@@ -172,7 +172,7 @@ def simulate_clients(
     leaves = wire.manifest(algorithm, data.example)
     messages = [(steps.cohort_size(cohort, len(data.participants)), leaves)]
     if plan is not None:
-        messages.append((len(plan.newcomers), wire.manifest(Choosing(algorithm), data.example)))
+        messages.append((len(plan.newcomers), wire.manifest(Choosing(algorithm, plan.repeats), data.example)))
     for _, sent in messages:
         wire.check(sent)
     simulation = Simulation(algorithm, data, cohort=cohort, seed=seed, dropout=dropout, clients=clients, plan=plan)
