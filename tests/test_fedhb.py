@@ -18,6 +18,8 @@ from fedbayes.engine.clients import Simulation
 from fedbayes.errors import UserError
 from fedbayes.evaluation.assess import assess
 from fedbayes.models import Categorical, Normal, from_functions, mlp, network
+from fedbayes.models.beliefs import Beliefs
+from fedbayes.primitives import several
 from fedbayes.primitives.training import Training
 
 TRAIN = Training(epochs=2, batch=8, lr=0.1, momentum=0.5)
@@ -444,9 +446,81 @@ def test_the_literal_prior_warns_and_its_implicit_step_is_stable(equal):
             "head_scale is 3, but no layer is frozen",
         ),
         (lambda model: FedHBMixture.paper(model, start="far"), "start is 'far', but it is centre or best"),
+        (lambda model: FedHBNIW(model, start="last"), "start and pool are for the Gaussian form, but form is spike"),
+        (lambda model: FedHBNIW(model, form="gaussian", empirical=True), "the Gaussian form learns its prior"),
         (lambda model: FedHBNIW.paper(model, prior="fixed", empirical=True), "Σ0 is learnt for the coordinate prior"),
     ],
 )
 def test_bad_settings_get_one_sentence(make, sentence, model):
     with pytest.raises(UserError, match=sentence):
         make(model)
+
+
+@pytest.mark.parametrize("start", ["mean", "last"])
+def test_gaussian_clients_learn_the_variance_of_a_normal_hierarchy(start):
+    """Against restricted maximum likelihood and the exact posterior under it, though a round is a single step."""
+    d, N, rows = 4, 20, 4
+    data, means = normal_means(d, clients=N, rows=rows)
+    algorithm = FedHBNIW(
+        coordinates(d), form="gaussian", start=start, temperature=0.9
+    )  # given, so that all clients train in all rounds
+    algorithm = dataclasses.replace(algorithm, tune=Training(epochs=60, batch=50, lr=0.1, momentum=0.5))
+    simulation = simulated(algorithm, data, 100)
+    state, v = simulation.state, NOISE**2 / rows
+    exact = ((means - means.mean(axis=0)) ** 2).sum() / (d * (N - 1)) - v
+    sigma2 = float(state.apart.variance["body"]["w"])
+    assert abs(sigma2 / exact - 1) < 0.1
+    deviation = np.sqrt((sigma2 + v) / N)
+    np.testing.assert_allclose(state.m0["body"]["w"], means.mean(axis=0), atol=0.05 * deviation)
+    np.testing.assert_allclose(sigma2 / state.apart.clients["body"]["w"], deviation**2, rtol=0.1)
+    if start == "last":
+        kept = simulation.local.get(np.arange(N))
+        w = sigma2 / (sigma2 + v)
+        variance = w * v + (1 - w) ** 2 * deviation**2
+        expected = w * means + (1 - w) * means.mean(axis=0)
+        np.testing.assert_allclose(kept.m["body"]["w"], expected, atol=0.05 * np.sqrt(variance))
+        np.testing.assert_allclose(kept.s2["body"]["w"], np.full((N, d), variance), rtol=0.1)
+
+
+@pytest.mark.parametrize("head", [(), ("head",)])
+@pytest.mark.parametrize("start", ["mean", "last"])
+def test_beliefs_of_the_gaussian_form_go_back_to_where_they_came_from(start, head, model, clients):
+    """The state that holds the same beliefs predicts the same, and other scales are found again."""
+    algorithm = FedHBNIW(model, form="gaussian", start=start, head=head, sigma0=0.5, train=TRAIN, tune=TRAIN)
+    simulation = simulated(algorithm, clients, 6)
+    algorithm, key = simulation.algorithm, jax.random.key(3)
+    down = simulation.down()._replace(heat=jnp.float32(0.3))
+    one = int(clients.participants[0])
+    kept = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), simulation.local.get(np.array([one])))
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([one], 32))
+    fresh = jax.tree.map(jnp.asarray, simulation.fresh)
+    adapted = algorithm.adapt(key, down, kept, rows)
+    scales = []
+    for local in (fresh, kept, adapted):
+        q, prior = algorithm.beliefs(down, local)
+        same = algorithm.with_beliefs(down, local, Beliefs(q, None))
+        assert_close(algorithm.predict(key, *same, rows.x), algorithm.predict(key, down, local, rows.x), 2e-4)
+        for found, place in ((q, 0), (prior, 1)):
+            # Layers of the head that are not trained have a prior of their own, which stays.
+            deviation = jax.tree.map(lambda leaf: 0.7 * leaf, found.deviation)
+            if head and place == 1:
+                deviation = {**deviation, "head": found.deviation["head"]}
+            other = found._replace(deviation=deviation)
+            given = Beliefs(other, None) if place == 0 else Beliefs(None, other)
+            assert_close(algorithm.beliefs(*algorithm.with_beliefs(down, local, given))[place], other, 1e-5, 1e-4)
+        scales.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(q.deviation)]))
+    assert not np.allclose(scales[0], scales[2])
+    assert algorithm.deterministic is None
+
+
+def test_the_default_form_has_no_settings_of_the_gaussian_one(model):
+    assert "temperature" not in FedHBNIW(model).choices
+    assert "temperature" in FedHBNIW(model, form="gaussian").choices
+
+
+def test_shares_of_the_gate_are_exact():
+    outputs = jnp.log(jnp.array([[[0.9, 0.1]], [[0.2, 0.8]], [[0.5, 0.5]]]))
+    shares = jnp.array([[0.537, 0.2, 0.263]])
+    draws = several.blended(Categorical(2), outputs, several.overlaps(shares, 5))
+    mixed = jax.nn.softmax(draws, axis=-1).mean(axis=0)
+    np.testing.assert_allclose(mixed[0, 0], 0.537 * 0.9 + 0.2 * 0.2 + 0.263 * 0.5, rtol=1e-5)

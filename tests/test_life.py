@@ -192,6 +192,15 @@ def test_fedvis_prior_is_known_in_both_forms(make, effect):
     assert set(life.PRIOR) <= set(found.parts)
 
 
+@pytest.mark.parametrize("form", ["spike", "gaussian"])
+def test_draws_of_fedhb_niw_for_newcomers_are_tested_though_clients_keep_nothing(form, effect):
+    algorithm = fb.FedHBNIW(fb.network("mlp", effect, hidden=(8,)), form=form, draws=3)
+    found = fb.check(fb.simulate(algorithm, effect, rounds=6, choose=False))
+    assert np.isfinite([*np.ravel(list(found["global"].parts.values())), found["global"].log_score]).all()
+    assert found["global"].draws == 3
+    assert ("scales: shuffled" in found["adapted"].parts) == (form == "gaussian")
+
+
 @pytest.mark.slow
 def test_the_scales_of_bpfed_as_published_are_inert(effect):
     """Its standard deviations hardly move from where they start, and may be shuffled over weights."""

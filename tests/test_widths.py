@@ -106,7 +106,7 @@ def test_a_client_who_differs_moves_far_and_the_others_stay():
         posterior = fit.adapt(rows_x[:20], rows_y[:20])
         right = posterior.predict(rows_x)[np.arange(len(rows_y)), rows_y]
         weights[name] = float(np.mean(np.log(right)))
-    assert weights["0"] > -0.45 and weights["10"] > -0.45, weights
+    assert min(weights.values()) > -0.45, weights
     stays = fb.simulate(
         fb.FedPop(fb.models.linear((4,), Categorical(2)), sigma=0.1, mixture=False), data, rounds=20, choose=False
     )

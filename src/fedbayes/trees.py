@@ -116,6 +116,15 @@ def normal_like(key: PRNGKeyArray, tree: Params) -> Params:
 AT_ONCE = 100_000  # normal numbers, at most, of which some may be drawn in vain
 
 
+def normal_around(key: PRNGKeyArray, mean: Params, variance: Params) -> Params:
+    """A normal draw with these means and variances.
+
+    >>> normal_around(jax.random.key(0), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
+    [1.0, 1.0]
+    """
+    return jax.tree.map(lambda m, v, e: m + jnp.sqrt(v) * e, mean, variance, normal_like(key, mean))
+
+
 def finite(tree: Any) -> Bool[Array, ""]:
     """Whether every number in every floating leaf is finite."""
     flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

@@ -7,8 +7,17 @@
     predict: Σ_j g_j(x) p(y | x, r_j)                                                              (82)
     adapt:   (22) on the client's rows, body and head                                              (84, 85)
 
-c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, and the
-loss. Sums are N times the mean over the clients of the round. Heads, the gate's too, stay at their random start while training.
+c_ij is computed on the client, so that the server needs only sums: K d numbers of c_ij (m_i − r_j), K of c_ij, d of β, the
+loss, and with learnt=True four numbers from which σ² is learnt (primitives/apart.py, all weights as one group). Clients train
+under the σ² that was given, as prototypes follow clients slowly under a narrow one; `adapt` uses the learnt one. Sums are N
+times the mean over the clients of the round.
+
+Prototypes start alike and clients' rounds start at their mean. Where clients come in kinds, give start="best", noise=None,
+balance=0.3 and learnt=True: prototypes start at random, each client's round starts at the one that fits its rows best, and for
+half the run one that has more than its share of clients gets dearer: else the first that is better has them all. Clients with
+rows then find their kind, while those without may be predicted for less well (docs/results/fedhb-kinds.md). A prediction is S
+draws; one between two prototypes mixes their distributions, so that the gate's shares are exact. With `.paper` shares are
+rounded to 1/S, and heads, the gate's too, stay at their random start.
 
 The prior of the prototypes is flat by default. Under N(0, I), as printed, each round draws them to 0 by σ²/(σ² + Σ_i c_ij), and
 clients that take a few steps a round do not make up for it: after 60 rounds with 20 clients the weights of a network had .6 of
@@ -37,7 +46,9 @@ from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setti
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, Normal
 from fedbayes.models.model import network_outputs
-from fedbayes.primitives.several import by_shares
+from fedbayes.primitives import apart, curvature
+from fedbayes.primitives.apart import Squares
+from fedbayes.primitives.several import blended, by_shares, overlaps, random_starts
 from fedbayes.primitives.training import Training, descend, drawn, fit, masked_mean, mean_loss, rows, tuning
 
 
@@ -51,6 +62,8 @@ class Server(NamedTuple):
     idle: Int[Array, " K"]
     bound: Float[Array, ""] | None
     round: Int[Array, ""]
+    sigma2: Float[Array, ""] | None = None
+    price: Float[Array, " K"] | None = None
 
 
 class Local(NamedTuple):
@@ -67,6 +80,8 @@ class Down(NamedTuple):
     head: Params
     gate_head: Params
     lr: Float[Array, ""]
+    sigma2: Float[Array, ""] | None = None
+    price: Float[Array, " K"] | None = None
 
 
 class Up(NamedTuple):
@@ -77,6 +92,7 @@ class Up(NamedTuple):
     beta: Mean[Params]
     loss: Mean[Float[Array, ""]]
     objective: Mean[Float[Array, ""] | None]
+    apart: Mean[Squares | None] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +106,26 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     published: ClassVar[Mapping[str, Any]] = {
         "head": ("head",),
+        "exact": False,
         "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
     }
 
     K: int = setting(2, least=1)
     """Prototypes."""
     sigma2: float = setting(0.1, above=0)
-    """σ², the variance of a client's weights around its prototype."""
+    """σ², the variance of a client's weights around its prototype; where it is learnt, at the start."""
+    learnt: bool = False
+    """Whether σ² is learnt, from two sums a round."""
+    balance: float = setting(0.0, least=0)
+    """With start="best": how much dearer a prototype that everybody chose gets in a round, in nats a row; for half the run."""
     head: tuple[str, ...] = ()
     """Paths of the part that is not trained, in the network and in the gate; with none, everything is."""
     head_scale: float = 1.0
     """The head at its start is multiplied by this."""
     start: Literal["centre", "best"] = setting("centre", "best")
     """Where a client's round starts: at the mean of the prototypes, or at the one that fits its rows best, as `adapt` does."""
-    noise: float = 0.1
-    """Prototypes start alike but for noise of this length, in units of σ; however many weights there are."""
+    noise: float | None = setting(0.1, least=0)
+    """Prototypes start alike but for noise of this length, in units of σ; with None each at random."""
     shrink: bool = False
     """Whether prototypes have the paper's prior N(0, I), which draws them to 0; else a flat one."""
     patience: int = setting(10, least=1)
@@ -113,6 +134,8 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether clients also report their term of the bound, at the price of one more look at their rows."""
     draws: int = setting(20, least=1)
     """Draws of a prediction, divided among prototypes as the gate says."""
+    exact: bool = True
+    """Whether a draw between two prototypes mixes them, so that the gate's shares are exact; else they are rounded."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     gate_rows: int = setting(100, least=1)
@@ -125,16 +148,23 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """The gating network, with K outputs; by default the network itself with another head, in units of its own."""
     N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
+    rounds: int | None = fact("rounds", needed_by="balance")
+    """Length of the run, over the first half of which prototypes are balanced."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """One network plus noise for the prototypes, another one for the gate."""
         for_gate, for_noise = jax.random.split(jax.random.fold_in(key, 1))
         head, body = trees.frozen(self.model.init(key), self.head, self.head_scale)
-        r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
-        r = self._noisy(for_noise, r) if self.K > 1 else r
+        if self.noise is None:
+            r = trees.split(random_starts(self.model, key, self.K), self.head)[1]
+        else:
+            r = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), body)
+            r = self._noisy(for_noise, r) if self.K > 1 else r
         gate_head, beta = self._init_gate(for_gate)
         bound = jnp.float32(0) if self.elbo else None
-        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), bound, jnp.int32(0))
+        sigma2 = jnp.float32(self.sigma2) if self.learnt else None
+        price = jnp.zeros(self.K) if self._priced else None
+        return Server(r, beta, head, gate_head, jnp.zeros(self.K, jnp.int32), bound, jnp.int32(0), sigma2, price)
 
     def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
         """Nothing."""
@@ -142,15 +172,16 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """The prototypes, the gate, the heads and the round's step size."""
-        return Down(server.r, server.beta, server.head, server.gate_head, self.train.lr_of(server.round + 1))
+        lr = self.train.lr_of(server.round + 1)
+        return Down(server.r, server.beta, server.head, server.gate_head, lr, server.sigma2, server.price)
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (22), then the E-step, and the gate."""
         best = self.start == "best"
-        start = self._best(down, data) if best else jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
-        m_i, loss = self._fit(start, down.r, down.head, self.train, down.lr, key, data)
-        distance = squared_distances(m_i, down.r)
-        c, label = jax.nn.softmax(-distance / (2 * self.sigma2)), jnp.argmin(distance)
+        start = self._best(down, data, down.price) if best else jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), down.r)
+        m_i, loss = self._fit(start, self.sigma2, down.r, down.head, self.train, down.lr, key, data)
+        distance, sigma2 = squared_distances(m_i, down.r), self.sigma2
+        c, label = jax.nn.softmax(-distance / (2 * sigma2)), jnp.argmin(distance)
         beta, for_gate = down.beta, jax.random.fold_in(key, np.uint32(0xFFFFFFFE))
         if self.K > 1:
 
@@ -163,8 +194,18 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         objective = None
         if self.elbo:
             nll = rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data)
-            objective = nll - jax.nn.logsumexp(-distance / (2 * self.sigma2))
-        return Up(moved, c, beta, loss, objective), local
+            objective = nll - jax.nn.logsumexp(-distance / (2 * sigma2))
+        if down.sigma2 is None:
+            return Up(moved, c, beta, loss, objective), local
+        model = dataclasses.replace(self.model, apply=lambda m, x: self.model.apply(trees.merge(m, down.head), x))
+        F = curvature.diagonal(model, m_i, jax.random.fold_in(key, 0xFFFFFFFD), data)
+        v, way = jax.tree.map(lambda _: down.sigma2, F), apart.way(self.train, down.lr, data, self.sigma2)
+        nearest = jax.tree.map(lambda m, r: m - r[label], m_i, down.r)
+        slope = jax.grad(lambda m: mean_loss(self.model, trees.merge(m, down.head), data))(start)
+        way = apart.measured(way, nearest, slope, F, rows(data))
+        sent = apart.squares(nearest, F, v, rows(data), way, by_weight=False)
+        sums = Squares(*(jax.tree.reduce(jnp.add, part) for part in sent))
+        return Up(moved, c, beta, loss, objective, sums._replace(step=jnp.sum(c * distance))), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The M-step (24), and the gates' mean."""
@@ -179,13 +220,21 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
             return prior + kept.reshape(along) * (jnp.where(up.c.reshape(along) > 0, mean, old) - prior)
 
         r = jax.tree.map(component, server.r, up.moved)
+        sigma2 = server.sigma2
+        if sigma2 is not None:
+            sigma2 = self._learnt(sigma2, server.r, r, count, up)
+        price = server.price
+        if price is not None:  # a prototype that more than its share of clients chose gets dearer, another one cheaper
+            price = price + self.balance * (up.c - 1 / self.K)
+            price = jnp.where(server.round + 1 < self._until, price - jnp.min(price), 0.0)
         idle = jnp.where(rare, server.idle + 1, 0)
         most = jnp.argmax(count)
         again = (idle >= self.patience) & (jnp.arange(self.K) != most)
         beside = self._noisy(key, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[most], leaf.shape), r))
         r = jax.tree.map(lambda leaf, new: jnp.where(again.reshape((-1,) + (1,) * (leaf.ndim - 1)), new, leaf), r, beside)
         bound = None if up.objective is None else -(self._clients() * up.objective + self._kl(server))
-        return Server(r, up.beta, server.head, server.gate_head, jnp.where(again, 0, idle), bound, server.round + 1)
+        idle = jnp.where(again, 0, idle)
+        return Server(r, up.beta, server.head, server.gate_head, idle, bound, server.round + 1, sigma2, price)
 
     def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
         """The bound of the last round, where clients report their terms of it."""
@@ -196,7 +245,8 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         start = self._best(down, data)  # a mean of prototypes that lie apart is no good network
         heads = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.K, *leaf.shape)), down.head)
         whole = trees.merge(start, down.head)
-        return Local(self._fit(whole, trees.merge(down.r, heads), None, self.tune, self.tune.lr_of(1), key, data)[0])
+        sigma2 = self.sigma2 if down.sigma2 is None else down.sigma2
+        return Local(self._fit(whole, sigma2, trees.merge(down.r, heads), None, self.tune, self.tune.lr_of(1), key, data)[0])
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """One draw of the client's own m (85), or draws of the prototypes in the gate's shares (82) where it has none."""
@@ -205,7 +255,10 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         outputs = jax.vmap(lambda r: self.model.apply(trees.merge(r, down.head), x))(down.r)
         if self.K == 1:
             return outputs
-        return jnp.take_along_axis(outputs, by_shares(self.gate_shares(down, x), self.draws)[:, :, None], axis=0)
+        shares = self.gate_shares(down, x)
+        if self.exact:
+            return blended(self.model.likelihood, outputs, overlaps(shares, self.draws))
+        return jnp.take_along_axis(outputs, by_shares(shares, self.draws)[:, :, None], axis=0)
 
     def gate_shares(self, down: Down, x: Shaped[Array, "n ..."]) -> Float[Array, "n K"]:
         """g(x; β)."""
@@ -213,7 +266,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _noisy(self, key: PRNGKeyArray, r: Params) -> Params:
         d = sum(leaf[0].size for leaf in jax.tree.leaves(r))
-        scale = self.noise * math.sqrt(self.sigma2 / d)
+        scale = (0.1 if self.noise is None else self.noise) * math.sqrt(self.sigma2 / d)
         return jax.tree.map(lambda leaf, noise: leaf + scale * noise, r, trees.normal_like(key, r))
 
     def _clients(self) -> int:
@@ -222,21 +275,48 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
         return self.N
 
     def _fit(
-        self, start: Params, r: Params, fixed: Any, training: Training, lr: Float[Array, ""], key: PRNGKeyArray, data: Data
+        self,
+        start: Params,
+        sigma2: Any,
+        r: Params,
+        fixed: Any,
+        training: Training,
+        lr: Float[Array, ""],
+        key: PRNGKeyArray,
+        data: Data,
     ) -> tuple[Params, Float[Array, ""]]:
         """(22) over |D_i|, by minibatches; a client of so few rows that the pull would overshoot takes smaller steps."""
         n = jnp.maximum(rows(data), 1)
         if training.optimiser == "sgd":
-            lr = jnp.minimum(lr, (1 + training.momentum) * self.sigma2 * n)  # half of what is stable
+            lr = jnp.minimum(lr, (1 + training.momentum) * sigma2 * n)  # half of what is stable
 
         def apart(m: Params) -> Float[Array, ""]:
-            return -jax.nn.logsumexp(-squared_distances(m, r) / (2 * self.sigma2)) / n
+            return -jax.nn.logsumexp(-squared_distances(m, r) / (2 * sigma2)) / n
 
         return fit(self.model, start, training, key, data, lr, fixed, apart)
 
-    def _best(self, down: Down, data: Data) -> Params:
+    def _learnt(self, old: Array, before: Params, r: Params, count: Float[Array, " K"], up: Up) -> Float[Array, ""]:
+        """σ² after a round, as in apart.py: all weights of all prototypes are one group."""
+        assert up.apart is not None
+        N, d = self._clients(), sum(leaf[0].size for leaf in jax.tree.leaves(r))
+        steps = jax.tree.map(lambda new, old: jnp.sum((new - old).reshape(self.K, -1) ** 2, axis=1), r, before)
+        scatter = jnp.maximum(N * up.apart.step - jnp.sum(count * jax.tree.reduce(jnp.add, steps)), 0.0)
+        free = max(N - self.K, 1)  # clients that are left when each prototype has taken one
+        return apart.variance(old, up.apart._replace(step=scatter / free), float(d), free, self.sigma2)[0]
+
+    @property
+    def _priced(self) -> bool:
+        return self.start == "best" and self.balance > 0 and self.K > 1
+
+    @property
+    def _until(self) -> int:
+        """The round from which prototypes cost the same."""
+        return (self.rounds or 0) // 2
+
+    def _best(self, down: Down, data: Data, price: Float[Array, " K"] | None = None) -> Params:
         """The prototype that fits the client's rows best."""
         losses = jax.lax.map(lambda r: mean_loss(self.model, trees.merge(r, down.head), data), down.r)
+        losses = losses if price is None else losses + price
         return jax.tree.map(lambda leaf: leaf[jnp.argmin(losses)], down.r)
 
     @property

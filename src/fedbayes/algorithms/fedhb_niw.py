@@ -5,21 +5,20 @@
     client:  minimise −log p(D_i | m̃_i) + p/2 Σ_k E[Σ⁻¹]_k (m_i − m0)²_k                              (17)
     server:  m0 = p/(N + λ0) Σ m_i,   V0 = n0/(N + ν0) (Σ0 + Nε² + λ0 m0² + Σ ρ_i),
              ρ_i = p (m_i − m0)² + (1 − p) m0²                                                     (18), the diagonal
-    predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν)                                                (19)
+    predict: S draws from t_ν(m0, (l0 + 1)/l0 V0/ν), with draws=0 the mode                              (19)
     adapt:   (17) on the client's rows, body and head; then draws of m with columns dropped        (46, 12)
 
-Sums over clients are N times the mean over those of the round. Clients send their step δ_i = m_i − m0 and δ_i², of which the
-server needs only sums: 2 d numbers and the loss, where the paper sends d and needs each client's. The head stays at its random
-start while training. ε enters V0 and the bound alone: noise of 1e-4 on every weight changes nothing that can be seen.
+Sums over clients are N times the mean over those of the round. Clients send δ_i = m_i − m0 and δ_i²; ε enters V0 and the bound.
 
-**The prior** has three forms. "coordinate", the default, is the model for d = 1, weight by weight: ν0 = 3, and l0 = N + λ0,
-n0 = N + 3, which is where the bound is largest (the paper puts rows for clients there). Then E[Σ⁻¹] = n0/V0. Σ0 is set to
-(N + 3) σ0², so that a client sees a prior of variance σ0² + (Nε² + λ0 m0² + Σ ρ_i)/(N + 3): never less than σ0².
-"literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, and (n0 + d + 1)/V0 from the mode of q(Σ). It grows
-with the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (with
-`uniform`) of μ = 1/(σ0² |D_i|). Steps on the pull are explicit, which is stable while lr p E[Σ⁻¹]/|D_i| < 2 (1 + momentum).
-What is above a quarter of that limit, as with a small σ0 or a client of few rows, and all of it for the literal prior and one
-that is learnt, is an implicit step after each, which is stable always and ends where an explicit one would.
+**Its prior**: "coordinate" is the model weight by weight: ν0 = 3, l0 = N + λ0, n0 = N + 3, E[Σ⁻¹] = n0/V0, Σ0 = (N + 3) σ0².
+"literal" is as printed, with λ0 = 1: Σ0 = 1, ν0 = d + 2, n0 = |D| + d + 2, (n0 + d + 1)/V0 from the mode of q(Σ); it grows with
+the number d of weights until clients hardly move. "fixed" keeps E[Σ⁻¹] = 1/σ0²; with p = 1 and λ0 = 0 it is FedProx (`uniform`)
+of μ = 1/(σ0² |D_i|). The part of a pull that is too stiff for an explicit step is applied as a proximal step.
+
+**Two forms of q_i.** form="spike", the default, is the paper's, as above. It is the form for networks: with 5 rows of new
+clients of the digits the Gaussian form was .064 nats behind it. form="gaussian" learns the variances of the prior array by
+array and gives q_i a width: it is for clients that differ in some layers only, for linear models, and for clients that keep a
+personal posterior. Its equations are in fedhb_gaussian.py, its results in docs/results/fedhb-kinds.md.
 
 Reference:
     Kim, Hospedales. A hierarchical Bayesian approach to federated learning. 2023.
@@ -28,73 +27,34 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, fact, setting
+from fedbayes.algorithm import Data, Params, setting
+from fedbayes.algorithms.fedhb_gaussian import EVERY, Down, Hierarchical, Local, Server, Up
 from fedbayes.errors import UserError
 from fedbayes.models.beliefs import Beliefs, Marginals
-from fedbayes.primitives.training import Training, descend, mean_loss, rows, tuning
-
-PULL = 0.02
-"""The strength of a client's prior, as FedProx's μ counts it, where σ0 is not given."""
-
-
-class Server(NamedTuple):
-    """q(φ): m0 and V0 of the body, Σ0 of each array; the fixed head, the bound of the last round, and the rounds so far."""
-
-    m0: Params
-    V0: Params
-    Sigma0: Params
-    head: Params
-    bound: Float[Array, ""] | None
-    round: Int[Array, ""]
-
-
-class Local(NamedTuple):
-    """The client's m after `adapt`, body and head; nothing while training."""
-
-    m: Params | None
-
-
-class Down(NamedTuple):
-    """m0, V0, the fixed head, and this round's step size."""
-
-    m0: Params
-    V0: Params
-    head: Params
-    lr: Float[Array, ""]
-
-
-class Up(NamedTuple):
-    """The client's step δ_i = m_i − m0, its square, its training loss, and with `elbo` its term (5) of the bound."""
-
-    delta: Mean[Params]
-    square: Mean[Params]
-    loss: Mean[Float[Array, ""]]
-    objective: Mean[Float[Array, ""] | None]
-
-
-class Prior(NamedTuple):
-    """What q(φ) has besides m0 and V0, and `pull` with E[Σ⁻¹] = pull / V0."""
-
-    nu0: float
-    n0: float
-    l0: float
-    pull: float
-    degrees: float
-    """ν of the Student-t, n0 − d + 1."""
+from fedbayes.primitives import apart
+from fedbayes.primitives.spikes import (
+    Prior,
+    descend_under,
+    divergence,
+    divergence_of_phi,
+    drop_columns,
+    equation_18,
+    population,
+)
+from fedbayes.primitives.training import Training, rows, tuning
 
 
 @dataclasses.dataclass(frozen=True)
-class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
+class FedHBNIW(Hierarchical):
     """Every client's network is a Gaussian perturbation of a shared one; how far they lie apart is learnt weight by weight.
 
     >>> from fedbayes.models import Categorical, mlp
@@ -108,36 +68,17 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         "train": Training(epochs=1, batch=50, lr=0.1, decay_at=(0.5, 0.75), momentum=0.9),
     }
 
-    head: tuple[str, ...] = ()
-    """Paths of the part that is not trained; with none, everything is."""
-    head_scale: float = 1.0
-    """The head at its start is multiplied by this."""
     p: float = setting(0.999, above=0, most=1, which="is the share of columns that are kept")
     """Share of columns that are kept: 1 − p is the dropout. It also multiplies m0 in each round."""
     epsilon: float = setting(1e-4, least=0)
     """ε, the width of the spikes of q_i."""
-    sigma0: float | None = setting(None, above=0, which="is a standard deviation")
-    """σ0, the deviation of a weight that a client sees where clients agree; of the head's weights in `adapt` too. By default
-    `PULL` times the rows of a client have the strength of the prior: σ0² = 1/(PULL |D|/N)."""
     lambda0: float = setting(0.0, least=0)
     """λ0, how many clients of all-zero weights the prior counts for; 0 is a flat prior for the mean. The paper has 1, which the
     literal prior has to be given too."""
-    prior: Literal["coordinate", "literal", "fixed"] = setting("coordinate", "literal", "fixed")
-    """The prior of Σ: weight by weight, as printed, or none."""
     empirical: bool = False
     """Whether Σ0 is learnt, one for each array of the network, by a step of EM a round."""
-    elbo: bool = False
-    """Whether clients also report their term of the bound, at the price of one more look at their rows."""
-    draws: int = setting(0, least=0)
-    """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m."""
-    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
-    """A client's round."""
     tune: Training = tuning(epochs=5, batch=50, lr=0.001, momentum=0.9)
     """Personalisation in `adapt`."""
-    N: int | None = fact("clients")
-    """N, the clients that may take part; by default those of the run."""
-    D: int | None = fact("rows")
-    """|D|, the rows of all clients; by default those of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,54 +92,56 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
             raise UserError("epsilon is 0, but a prior that is learnt needs a width that it does not fall below; use 1e-4")
         if (self.empirical or self.prior == "literal") and "adam" in (self.train.optimiser, self.tune.optimiser):
             raise UserError("this prior takes implicit steps after those of SGD, but the optimiser is adam; use sgd")
+        if self.form == "spike" and (self.start, self.pool) != ("mean", "array"):
+            raise UserError("start and pool are for the Gaussian form, but form is spike; give form='gaussian' too")
+        if self.form == "gaussian" and (self.empirical or self.prior == "literal"):
+            raise UserError("the Gaussian form learns its prior; give prior='coordinate' or 'fixed', and not empirical")
         if self.empirical and self.prior != "coordinate":
             raise UserError(f"Σ0 is learnt for the coordinate prior, but prior is {self.prior}; leave out one of the two")
 
     def init_server(self, key: PRNGKeyArray) -> Server:
         """m0 and the head at random; V0 such that a client sees Σ0 alone."""
         head, m0 = trees.frozen(self.model.init(key), self.head, self.head_scale)
+        bound = jnp.float32(0) if self.elbo else None
+        if self.form == "gaussian":
+            learnt = apart.start(m0, self.scale0, self._clients(), self._by_weight)
+            return Server(m0, None, None, head, bound, jnp.int32(0), learnt, jnp.float32(0))
         at_start = 1.0 if self.prior == "literal" else (self._clients() + 3) * self.scale0**2
         Sigma0 = jax.tree.map(lambda leaf: jnp.float32(at_start), m0)
         of = self._prior(m0)
         V0 = jax.tree.map(lambda leaf, one: jnp.full(leaf.shape, of.n0 / (self._clients() + of.nu0) * one), m0, Sigma0)
-        return Server(m0, V0, Sigma0, head, jnp.float32(0) if self.elbo else None, jnp.int32(0))
-
-    def init_local(self, key: PRNGKeyArray, data: Data) -> Local:
-        """Nothing."""
-        return Local(None)
+        return Server(m0, V0, Sigma0, head, bound, jnp.int32(0))
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """q(φ), the head and the round's step size."""
-        return Down(server.m0, server.V0, server.head, self.train.lr_of(server.round + 1))
+        turn = None if server.heat is None else server.round % EVERY == EVERY // 2
+        return Down(server.m0, server.V0, server.head, self.train.lr_of(server.round + 1), server.apart, server.heat, turn)
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs on (17), from m0."""
-        m_i, loss = self._fit(down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
-        delta = jax.tree.map(jnp.subtract, m_i, down.m0)
-        objective = self._objective(down, m_i, delta, data) if self.elbo else None
+        if self.form == "gaussian":
+            return self._gaussian_client(key, down, local, data)
+        m_i, loss = self._fit(down.m0, down.m0, down.head, self._precision(down), self.train, down.lr, key, data)
+        delta, objective = jax.tree.map(jnp.subtract, m_i, down.m0), None
+        if self.elbo:  # (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant
+            objective = self._nll(m_i, down, data)
+            objective += divergence(down.V0, down.m0, delta, self._prior(down.m0).n0, self.p, self.epsilon)
         return Up(delta, jax.tree.map(jnp.square, delta), loss, objective), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """Equation 18."""
-        N, p, of = self._clients(), self.p, self._prior(server.m0)
-
-        def mean(old: Array, delta: Array) -> Array:
-            return p * N / (N + self.lambda0) * (old + delta)
-
-        def scatter(old: Array, new: Array, delta: Array, square: Array) -> Array:
-            """Nε² + λ0 m0² + Σ ρ_i."""
-            moved = new - old
-            apart = jnp.maximum(square - 2 * moved * delta + moved**2, 0.0)  # the mean of (m_i − m0)²
-            return N * self.epsilon**2 + self.lambda0 * new**2 + N * (p * apart + (1 - p) * new**2)
-
-        m0 = jax.tree.map(mean, server.m0, up.delta)
-        parts = jax.tree.map(scatter, server.m0, m0, up.delta, up.square)
-        Sigma0, V0 = server.Sigma0, server.V0
+        if self.form == "gaussian":
+            return self._gaussian_server(server, down, up)
+        N, of = self._clients(), self._prior(server.m0)
+        m0, parts = equation_18(server.m0, up.delta, up.square, N, self.p, self.lambda0, self.epsilon)
+        Sigma0, V0, bound = server.Sigma0, server.V0, None
         if self.empirical:  # EM: Σ0 = ν0 / mean E[Σ⁻¹]
             Sigma0 = jax.tree.map(lambda s, one: of.nu0 / jnp.mean((N + of.nu0) / (one + s)), parts, Sigma0)
         if self.prior != "fixed":
             V0 = jax.tree.map(lambda s, one: of.n0 / (N + of.nu0) * (one + s), parts, Sigma0)
-        bound = None if up.objective is None else -(N * up.objective + self._kl(server))
+        if up.objective is not None:
+            of_phi = divergence_of_phi(server.V0, server.m0, server.Sigma0, of.n0, of.nu0, self.lambda0)
+            bound = -(N * up.objective + of_phi)
         return Server(m0, V0, Sigma0, server.head, bound, server.round + 1)
 
     def metrics(self, server: Server) -> dict[str, Float[Array, ""]]:
@@ -206,80 +149,98 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         return {} if server.bound is None else {"bound": server.bound}
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
-        """Equation 46, from m0; the head's weights have the prior N(head, σ0²)."""
-        start = trees.merge(down.m0, down.head)
+        """Equation 46, from m0; the head's weights have the prior N(head, σ0²). Gaussian: then s²."""
+        start, gaussian = trees.merge(down.m0, down.head), self.form == "gaussian"
         of_head = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1 / self.scale0**2, leaf.dtype), down.head)
-        precision, nothing = trees.merge(self._precision(down), of_head), jax.tree.map(lambda _: None, start)
-        return Local(self._fit(start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)[0])
+        body = jax.tree.map(lambda v: 1 / v, self._width(down)) if gaussian else self._precision(down)
+        precision, nothing = trees.merge(body, of_head), jax.tree.map(lambda _: None, start)
+        m, _ = self._fit(start, start, nothing, precision, self.tune, self.tune.lr_of(1), key, data)
+        if not gaussian:
+            return Local(m)
+        F = self._curvature(key, m, nothing, data)
+        s2 = jax.tree.map(lambda f, t: self.temperature / (f + t), F, precision)
+        return Local(m, s2, None if self.start == "mean" else jnp.bool_(True))
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
-        """The client's m with columns dropped (12), or Student-t draws around m0 where it has none (19)."""
-        if self.draws == 0 or (local.m is not None and self.p == 1):
-            return self.model.apply(trees.merge(down.m0, down.head) if local.m is None else local.m, x)[None]
+        """Draws of q_i, or Student-t draws around m0 for a client that has none (19)."""
+        if self._draws == 0 or (local.m is not None and local.s2 is None and self.p == 1):
+            return self.model.apply(self._mode(down, local), x)[None]
 
-        def one(key: PRNGKeyArray) -> Float[Array, "n k"]:
-            if local.m is not None:
-                return self.model.apply(drop_columns(key, local.m, self.p), x)
-            return self.model.apply(trees.merge(self.student_t(key, down), down.head), x)
+        def one(key: PRNGKeyArray) -> Params:
+            if local.m is not None and local.s2 is None:
+                return drop_columns(key, local.m, self.p)
+            if local.m is not None and local.own is None:
+                return trees.normal_around(key, local.m, local.s2)
+            newcomer = trees.merge(self.student_t(key, down), down.head)
+            if local.m is None:
+                return newcomer
+            return trees.choose(local.own, trees.normal_around(key, local.m, local.s2), newcomer)
 
-        return jax.lax.map(one, jax.random.split(key, self.draws))
+        return jax.lax.map(lambda key: self.model.apply(one(key), x), jax.random.split(key, self._draws))
+
+    def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
+        """A draw of a new client's body (19): weights have their own variances a posteriori, or share one (literal)."""
+        if down.apart is not None:
+            degrees = None if self.prior == "fixed" else down.apart.degrees
+            return population(key, down.m0, self._width(down), self._shares(down)[1], degrees)
+        degrees = None if self.prior == "fixed" else self._prior(down.m0).degrees
+        return population(key, down.m0, down.V0, self._shares(down)[1], degrees, one=self.prior == "literal")
 
     @property
     def deterministic(self) -> FedHBNIW | None:
         """Without dropped columns."""
-        return None if self.p == 1 else dataclasses.replace(self, p=1.0)
+        return None if self.p == 1 or self.form == "gaussian" else dataclasses.replace(self, p=1.0)
 
     def beliefs(self, down: Down, local: Local) -> Beliefs:
-        """The prior of body and head in `adapt`; a newcomer's Student-t (19), by its scales, where that is drawn from."""
+        """The prior of body and head in `adapt`; a Gaussian q_i; a newcomer's Student-t (19), by its scales, if drawn."""
         whole, of_head = trees.merge(down.m0, down.head), jax.tree.map(lambda leaf: jnp.full_like(leaf, self.scale0), down.head)
-        prior, t = (jax.tree.map(lambda V, share=share: jnp.sqrt(share * V), down.V0) for share in self._shares(down))
-        q = None if self.draws == 0 or local.m is not None else Marginals(whole, trees.merge(t, trees.zeros(down.head)))
-        return Beliefs(q, Marginals(whole, trees.merge(prior, of_head)))
+        width = self._width(down)
+        prior, t = (jax.tree.map(lambda v, share=share: jnp.sqrt(share * v), width) for share in self._shares(down))
+        q = Marginals(whole, trees.merge(t, trees.zeros(down.head)))
+        if local.s2 is not None:
+            own = Marginals(local.m, jax.tree.map(jnp.sqrt, local.s2))
+            q = own if local.own is None else trees.choose(local.own, own, q)
+        drawn = self._draws > 0 and (local.m is None or local.s2 is not None)
+        return Beliefs(q if drawn else None, Marginals(whole, trees.merge(prior, of_head)))
 
     def with_beliefs(self, down: Down, local: Local, beliefs: Beliefs) -> tuple[Down, Local]:
-        """Another m0 and V0; the head's prior is fixed."""
-        for found, share in zip((beliefs.prior, beliefs.posterior), self._shares(down), strict=True):
-            if found is not None:
-                m0, scale = (trees.frozen(part, self.head, 1.0)[1] for part in found)
-                down = down._replace(m0=m0, V0=jax.tree.map(lambda s, share=share: s**2 / share, scale))
-        return down, local
+        """Another m0 and V0 or σ², another Gaussian q_i; the head's prior is fixed."""
+        share, of_t = self._shares(down)
+        if beliefs.prior is not None:
+            down = self._holding(down, beliefs.prior, share)
+        q = beliefs.posterior
+        if q is None:
+            return down, local
+        if local.s2 is None or local.own is not None:
+            newcomers = self._holding(down, q, of_t)
+            newcomers = newcomers if down.heat is None else newcomers._replace(heat=jnp.float32(1))
+            down = newcomers if local.own is None else trees.choose(local.own, down, newcomers)
+        return down, local if local.s2 is None else local._replace(m=q.mean, s2=jax.tree.map(jnp.square, q.deviation))
 
-    def _shares(self, down: Down) -> tuple[float, float]:
-        """The prior's variance and the squared scale of the Student-t (19), as shares of V0."""
-        _, _, l0, pull, degrees = self._prior(down.m0)
-        return 1 / pull, (l0 + 1) / (l0 * degrees)
+    def _holding(self, down: Down, found: Marginals, share: Any) -> Down:
+        """Another m0, and the V0 or σ² with these deviations."""
+        m0, scale = (trees.frozen(part, self.head, 1.0)[1] for part in found)
+        if down.apart is not None:
+            return down._replace(m0=m0, apart=apart.with_spread(down.apart, jax.tree.map(jnp.square, scale)))
+        return down._replace(m0=m0, V0=jax.tree.map(lambda s: s**2 / share, scale))
 
-    def student_t(self, key: PRNGKeyArray, down: Down) -> Params:
-        """A draw of a new client's body (19): weights have their own variances a posteriori, or share one (literal)."""
-        of, shape = self._prior(down.m0), trees.normal_like(key, down.m0)
-        if self.prior == "fixed":
-            noise = shape  # no variance to be unsure of
-        elif self.prior == "literal":
-            heavy = jnp.sqrt(of.degrees / jax.random.chisquare(jax.random.fold_in(key, 1), of.degrees))
-            noise = jax.tree.map(lambda e: heavy * e, shape)
-        else:
-            leaves, structure = jax.tree.flatten(down.m0)
-            keys = jax.random.split(key, len(leaves))
-            drawn = [student_t(one, of.degrees, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
-            noise = jax.tree.unflatten(structure, drawn)
-        share = self._shares(down)[1]
-        return jax.tree.map(lambda m, V, e: m + jnp.sqrt(share * V) * e, down.m0, down.V0, noise)
+    def _mode(self, down: Down, local: Local) -> Params:
+        """The client's m, or m0, with the head."""
+        whole = trees.merge(down.m0, down.head)
+        if local.m is None:
+            return whole
+        return local.m if local.own is None else trees.choose(local.own, local.m, whole)
 
-    @property
-    def scale0(self) -> float:
-        """σ0 as given, or from the rows of a client."""
-        if self.sigma0 is not None:
-            return self.sigma0
-        if self.D is None:
-            raise UserError(
-                "sigma0 and D are not set: the prior's width follows from the rows of all clients; give one of them"
-            )
-        return math.sqrt(self._clients() / (PULL * self.D))
+    def _width(self, down: Down) -> Params:
+        """V0, or the variance of an unseen client."""
+        return down.V0 if down.apart is None else apart.spread(down.apart, down.m0)
 
-    def _clients(self) -> int:
-        if self.N is None:
-            raise UserError("N is not set: FedHB's server counts the clients that may take part; give N")
-        return self.N
+    def _shares(self, down: Down) -> tuple[Any, Any]:
+        """The prior's variance and the squared scale of the Student-t (19), as shares of `_width`."""
+        if down.heat is not None:
+            return 1.0, down.heat
+        of = self._prior(down.m0)
+        return 1 / of.pull, (of.l0 + 1) / (of.l0 * of.degrees)
 
     def _prior(self, m0: Params) -> Prior:
         N = self._clients()
@@ -299,12 +260,15 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def _precision(self, down: Down) -> Params:
         """E[Σ⁻¹], or what stands for it, of each weight."""
+        if down.apart is not None:
+            return jax.tree.map(lambda leaf, v: jnp.broadcast_to(1 / v, leaf.shape), down.m0, down.apart.variance)
         pull = self._prior(down.m0).pull
         return jax.tree.map(lambda V: pull / V, down.V0)
 
     def _fit(
         self,
         start: Params,
+        m0: Params,
         fixed: Params,
         precision: Params,
         training: Training,
@@ -313,87 +277,7 @@ class FedHBNIW(NetworkAlgorithm[Server, Local, Down, Up]):
         data: Data,
     ) -> tuple[Params, Float[Array, ""]]:
         """(17) over |D_i|, by minibatches; of the pull what is too strong for a gradient is an implicit step after each."""
-        strength = jax.tree.map(lambda one: self.p / jnp.maximum(rows(data), 1) * one, precision)
+        p = self.p if self.form == "spike" else 1.0
+        strength = jax.tree.map(lambda one: p / jnp.maximum(rows(data), 1) * one, precision)
         most = self._explicit(training, lr)
-        length = lr / (1 - training.momentum)  # what a step of SGD comes to once its momentum has built up
-
-        def F(m: Params, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
-            gentle, dropped = jax.tree.map(lambda s: jnp.minimum(s, most), strength), drop_columns(key, m, self.p)
-            return mean_loss(self.model, trees.merge(dropped, fixed), batch) + pull(gentle, m, start)
-
-        def pulled(m: Params) -> Params:
-            def one(s: Array, m: Array, m0: Array) -> Array:
-                rest = length * (s - jnp.minimum(s, most))
-                return (m + rest * m0) / (1 + rest)
-
-            return jax.tree.map(one, strength, m, start)
-
-        return descend(self.model, F, start, training, lr, key, data, pulled if training.optimiser == "sgd" else None)
-
-    def _objective(self, down: Down, m_i: Params, delta: Params, data: Data) -> Float[Array, ""]:
-        """The client's term (5): −log p(D_i | m_i) + E[KL(q_i ‖ p(θ_i | φ))], up to a constant."""
-        of = self._prior(down.m0)
-
-        def term(V: Array, m0: Array, delta: Array) -> Array:
-            return jnp.sum(jnp.log(V) + of.n0 / V * (self.p * delta**2 + (1 - self.p) * m0**2 + self.epsilon**2)) / 2
-
-        apart = jax.tree.reduce(jnp.add, jax.tree.map(term, down.V0, down.m0, delta))
-        return rows(data) * mean_loss(self.model, trees.merge(m_i, down.head), data) + apart
-
-    def _kl(self, server: Server) -> Float[Array, ""]:
-        """KL(q(φ) ‖ p(φ)), equation 37, up to a constant."""
-        of = self._prior(server.m0)
-
-        def term(V: Array, m0: Array, Sigma0: Array) -> Array:
-            return jnp.sum(of.n0 * (Sigma0 + self.lambda0 * m0**2) / V + of.nu0 * (jnp.log(V) - jnp.log(Sigma0))) / 2
-
-        return jax.tree.reduce(jnp.add, jax.tree.map(term, server.V0, server.m0, server.Sigma0))
-
-
-def drop_columns(key: PRNGKeyArray, m: Params, p: float) -> Params:
-    """m̃: each column of a weight matrix, which is what leaves one input unit, and each bias is kept with probability p.
-
-    What a normalisation multiplies a channel by, a leaf named scale, is a column of its own: without all of them at once
-    nothing would be left of the network.
-    """
-    if p == 1:
-        return m
-    leaves, structure = jax.tree_util.tree_flatten_with_path(m)
-    # (…, in, out) for dense layers and convolutions; (height, width, channels) where each channel has a filter of its own.
-    masks = [leaf.shape if getattr(path[-1], "key", "") == "scale" else _column_mask(leaf.shape) for path, leaf in leaves]
-    sizes = [math.prod(shape) for shape in masks]
-    draws = jax.random.uniform(key, (sum(sizes),))  # one for all
-    # In a loop, so that zeros and ones are made once and not again for every pixel that a scale or a filter multiplies.
-    halves = jnp.pad(draws, (0, len(draws) % 2)).reshape(2, -1)
-    kept = jax.lax.map(lambda half: (half < p).astype(jnp.float32), halves).reshape(-1)
-    found, start = [], 0
-    for (_, leaf), shape, size in zip(leaves, masks, sizes, strict=True):
-        mask = kept[start : start + size].reshape(shape)
-        found.append(leaf * jnp.broadcast_to(mask, leaf.shape))
-        start += size
-    return jax.tree.unflatten(structure, found)
-
-
-def _column_mask(shape: tuple[int, ...]) -> tuple[int, ...]:
-    axis = {0: None, 1: None, 3: 2}.get(len(shape), len(shape) - 2)
-    return tuple(size if place == axis else 1 for place, size in enumerate(shape))
-
-
-def student_t(key: PRNGKeyArray, degrees: float, shape: tuple[int, ...]) -> Array:
-    """Student's t by Bailey's polar form (1994): exact, from two uniform numbers, where a gamma draw would be slow."""
-    one, two = jax.random.split(key)
-    radius = jax.random.uniform(one, shape, minval=1e-12)
-    spread = jnp.sqrt(degrees * jnp.expm1(-2 / degrees * jnp.log(radius)))
-    return spread * jnp.cos(2 * jnp.pi * jax.random.uniform(two, shape))
-
-
-@jax.custom_jvp
-def pull(weights: Params, m: Params, m0: Params) -> Float[Array, ""]:
-    """The slopes of ½ Σ w (m − m0)², and 0 for its value, which nobody reads and which would be one more look at them."""
-    return jnp.float32(0)
-
-
-@pull.defjvp
-def _slope_of_pull(primals: tuple[Params, Params, Params], tangents: tuple[Params, Params, Params]) -> tuple[Array, Array]:
-    terms = jax.tree.map(lambda w, m, m0, dm: jnp.sum(w * (m - m0) * dm), *primals, tangents[1])
-    return jnp.float32(0), jax.tree.reduce(jnp.add, terms, jnp.float32(0))
+        return descend_under(self.model, start, m0, fixed, strength, p, most, training, lr, key, data)

@@ -243,7 +243,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """Of Laplace's form, with a mixture b and T; else σ and T, or for numbers σ and c, as T = 1 is then exact and tells σ."""
+        """Of Laplace's form, b and T with a mixture; else σ and T, or for numbers σ and c, as T = 1 is exact and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices

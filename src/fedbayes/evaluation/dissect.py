@@ -221,7 +221,8 @@ def _looked(
             return _seen(algorithm, key, *states, test).log_score
 
         found = {"own": _seen(algorithm, key, down, local, test), "rows": jnp.sum(test.mask).astype(jnp.float32)}
-        found["theirs"] = jax.lax.map(lambda one: _seen(algorithm, key, down, one, test).log_score, theirs)
+        if jax.tree.leaves(theirs):  # a method without states of clients has nobody's to exchange
+            found["theirs"] = jax.lax.map(lambda one: _seen(algorithm, key, down, one, test).log_score, theirs)
         found["far"] = _seen(algorithm, key, down, local, test._replace(x=far)).information
         if q is not None:
             found["variants"] = jax.lax.map(with_scales, variants(key, q.deviation))
@@ -240,7 +241,7 @@ def _summed(mode: str, draws: int, found: dict[str, Any]) -> tuple[Life, np.ndar
         each = found["variants"] / count[:, None]
         scale, alone = float(np.sqrt(found["variance"].mean())), each[:, 1]
         parts |= {name: Worth.of(each[:, 0] - each[:, place]) for place, name in enumerate(POSTERIOR, 1)}
-    if mode != "global":
+    if mode != "global" and "theirs" in found:
         parts["person"] = Worth.of(own - found["theirs"].mean(axis=1) / count)
     parts |= {"one draw": Worth.of(own - one_draw)} if draws > 1 else {}
     far = float((found["far"] / count).mean())

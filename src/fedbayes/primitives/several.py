@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes.algorithm import LocalT, Params, UpT, setting
-from fedbayes.models import Model
+from fedbayes.models import Bernoulli, Categorical, Likelihood, Model, Poisson
 from fedbayes.primitives.averaging import Stepping
 
 
@@ -83,6 +83,46 @@ def by_shares(shares: Float[Array, "*n K"], draws: int) -> Int[Array, s * n]:
     edges = jnp.cumsum(shares, axis=-1)
     quantiles = ((jnp.arange(draws, dtype=edges.dtype) + 0.5) / draws).reshape((-1,) + (1,) * edges.ndim)
     return jnp.minimum(jnp.sum(quantiles > edges[None], axis=-1), edges.shape[-1] - 1)
+
+
+def overlaps(shares: Float[Array, "n K"], draws: int) -> Float[Array, "s n K"]:
+    """How much of each of S equal parts of [0, 1] is each network's, so that shares are exact on average.
+
+    >>> overlaps(jnp.array([[0.625, 0.375]]), 4)[:, 0, 0].tolist()
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    upper = jnp.cumsum(shares, axis=-1).at[..., -1].set(1.0)
+    lower = jnp.concatenate([jnp.zeros_like(upper[..., :1]), upper[..., :-1]], axis=-1)
+    start = (jnp.arange(draws, dtype=shares.dtype) / draws).reshape(draws, 1, 1)
+    inside = jnp.minimum(upper[None], start + 1 / draws) - jnp.maximum(lower[None], start)
+    weight = jnp.maximum(inside, 0.0)
+    return weight / jnp.sum(weight, axis=-1, keepdims=True)
+
+
+def blended(likelihood: Likelihood, outputs: Float[Array, "K n k"], weights: Float[Array, "s n K"]) -> Float[Array, "s n k"]:
+    """Outputs whose distribution is the mixture of the networks' by these weights; of numbers, its mean and variance.
+
+    >>> from fedbayes.models import Bernoulli
+    >>> a, half = jnp.array([[[-30.0]], [[30.0]]]), jnp.full((1, 1, 2), 0.5)
+    >>> abs(blended(Bernoulli(), a, half).item()) < 1e-5  # p = (0 + 1)/2
+    True
+    """
+    log_w, networks = jnp.log(weights)[..., None], jnp.swapaxes(outputs, 0, 1)[None]
+
+    def mixed(logs: Float[Array, "1 n K k"]) -> Float[Array, "s n k"]:
+        return jax.nn.logsumexp(log_w + logs, axis=2)
+
+    if isinstance(likelihood, Categorical):
+        return mixed(jax.nn.log_softmax(networks, axis=-1))
+    if isinstance(likelihood, Bernoulli):
+        return mixed(jax.nn.log_sigmoid(networks)) - mixed(jax.nn.log_sigmoid(-networks))
+    if isinstance(likelihood, Poisson):
+        return mixed(networks)
+    mean = jnp.sum(weights[..., None] * networks[..., :1], axis=2)
+    if networks.shape[-1] == 1:
+        return mean
+    away = jnp.exp(2 * networks[..., 1:]) + (networks[..., :1] - mean[:, :, None]) ** 2
+    return jnp.concatenate([mean, jnp.log(jnp.sum(weights[..., None] * away, axis=2)) / 2], axis=-1)
 
 
 def moved_means(theta: Params, moved: Params, member: Float[Array, " K"]) -> Params:

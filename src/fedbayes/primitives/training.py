@@ -266,6 +266,12 @@ def mean_loss(model: Model, params: Params, batch: Data) -> Float[Array, ""]:
     return masked_mean(-model.likelihood.log_prob(model.apply(params, batch.x), batch.y), batch.mask)
 
 
+def mixture_score(model: Model, draw: Callable[[PRNGKeyArray], Params], keys: PRNGKeyArray, data: Data) -> Float[Array, ""]:
+    """The mean log score of the rows under the mixture of so many networks drawn, up to a constant."""
+    log_p = model.likelihood.log_prob(jax.vmap(lambda key: model.apply(draw(key), data.x))(keys), data.y)
+    return masked_mean(jax.nn.logsumexp(log_p, axis=0), data.mask)
+
+
 def in_blocks(function: Callable[[Params, Array], Array], params: Params, x: Array) -> Array:
     """`function` row by row in blocks, so that memory is that of a block."""
     return jax.lax.map(lambda row: function(params, row[None])[0], x, batch_size=256)
