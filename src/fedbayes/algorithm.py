@@ -133,6 +133,9 @@ class Algorithm(abc.ABC, Generic[ServerT, LocalT, DownT, UpT]):
         return plan(self, {"rounds": rounds, **facts})
 
 
+STILL = "not adapting"
+
+
 @dataclasses.dataclass(frozen=True)
 class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     """An algorithm that trains a network over clients. A client's data are rows, `Data`."""
@@ -203,6 +206,11 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     def with_beliefs(self, down: DownT, local: LocalT, beliefs: Beliefs) -> tuple[DownT, LocalT]:
         """The states that hold these instead, where they are not None and not fixed."""
         return down, local
+
+    @property
+    def first_candidate(self) -> str:
+        """The first candidate of `choices` in words; it is kept where none is ahead of it."""
+        return STILL
 
     def check_gibbs(self, down: DownT) -> None:
         """Refuse a run of which no PAC-Bayes bound holds; by default every run."""

@@ -10,12 +10,16 @@
     adapt:   ẑ = argmax Σ log p(y | x, φ, z) − Σ (z − μ)² / 2σ²V  by Newton,   draws of z from N(ẑ, T H⁻¹)
              H = JᵀWJ + diag(1/σ²V), J = ∂outputs/∂z, W the Fisher information of a row's outputs
 
+For classes and counts, σ is uncertain: p(z) = Σ_k π_k N(μ, σ_k² V) with σ_k from 0 to 1.6 and π_k ∝ e^bk, and a client's own
+rows weigh the components (primitives/widths.py). So a client that is like the others stays near μ and one that is not moves
+far, where one σ for all would fail one of them. The federation chooses b and T; for numbers, and with mixture=False, σ.
+
 Where the noise of a number is learnt, φ's has absorbed how clients differ; under a head of its own a client has c times that.
 H is not approximated further: with a dense head and a normal likelihood of known scale the posterior at T = 1 is exact. V is 1
 for all weights (spread="one"), or one number for each feature: the variance of the ẑ_i, averaged over the outputs, relative to
 its mean over all weights, shrunk towards 1 as `PSEUDO` clients would and damped by `prior_step`. So σ is the root mean square
-of the spread in either case. σ and T are best chosen together on held-back rows: at T = 1 directions that no row determines
-keep the prior's whole width, so only a narrow prior predicts well; at T = 0, the mode alone, a wide one often does.
+of the spread in either case. At T = 1 directions that no row determines keep the prior's whole width, so only a narrow prior
+predicts well; at T = 0, modes alone, a wide one often does.
 
 A client keeps nothing while it trains. Without `adapt` it predicts with μ, one draw: outputs of heads drawn from a wide
 N(μ, σ² V) would be noise.
@@ -252,6 +256,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if not self._noisy:
             return {name: found[name] for name in ("sigma", "temperature")}
         return {name: OfPopulation(found[name]) for name in ("sigma", "noise")}
+
+    @property
+    def first_candidate(self) -> str:
+        """With a mixture, in which not adapting is a component, even weights and T = 0."""
+        return "a mixture of even weights" if self._mixed else super().first_candidate
 
     @property
     def _mixed(self) -> bool:

@@ -14,7 +14,7 @@ from fedbayes.algorithm import AnyNetwork, Lengths
 
 
 class Candidates(NamedTuple):
-    """Settings to choose from; the first candidate does not adapt."""
+    """Settings to choose from; the first candidate is kept where none is ahead of it, and for most methods does not adapt."""
 
     names: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]

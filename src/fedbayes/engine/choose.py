@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedbayes import trees
-from fedbayes.algorithm import Algorithm, AnyNetwork, Data, OfPopulation, Sum, settled
+from fedbayes.algorithm import STILL, Algorithm, AnyNetwork, Data, OfPopulation, Sum, settled
 from fedbayes.engine import keys
 from fedbayes.engine import round as steps
 from fedbayes.engine.candidates import Candidates, Lanes, at, candidates
@@ -237,12 +237,14 @@ def plausible(told: Up, repeats: int = REPEATS) -> None:
 
 
 class Chosen(NamedTuple):
-    """A choice, and by how much the chosen candidate is ahead of not adapting, for each size."""
+    """A choice, and by how much the chosen candidate is ahead of the first, for each size."""
 
     choice: Choice
     gain: Float[np.ndarray, " sizes"]
     error: Float[np.ndarray, " sizes"]
     rows: Float[np.ndarray, " sizes"]
+    first: str = STILL
+    """The first candidate in words."""
 
     def to_json(self) -> dict[str, Any]:
         """What a run's result and report tell of it."""
@@ -254,16 +256,19 @@ class Chosen(NamedTuple):
                 "gain": float(self.gain[place]),
                 "error": float(self.error[place]),
                 "rows": int(self.rows[place]),
+                "first": self.first,
             }
         return told
 
 
 def described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What `Chosen.to_json` told, in words: the settings and their gain, for each size.
+    """The settings and their gain for each size, in words, from `Chosen.to_json`.
 
     >>> one = {"settings": {"tune.lr": 0.01}, "gain": 0.25, "error": 0.04, "rows": 90}
     >>> described({"up to 10 rows": one, "more rows": {**one, "settings": {"tune.lr": 0.0}, "gain": 0.0}})[0]
     ('up to 10 rows', 'tune.lr 0.01; 0.250 ± 0.040 nats a row better than not adapting')
+    >>> described({"more rows": {**one, "gain": 0.0, "first": "the method's own settings"}})
+    [('more rows', "the method's own settings")]
     >>> described({"more rows": {**one, "gain": 0.0, "rows": 0}})
     [('more rows', 'tune.lr 0.01; not chosen, as no newcomer had rows to score')]
     """
@@ -273,8 +278,8 @@ def described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not chosen:
             found.append((label, f"{settings}; not chosen, as no newcomer had rows to score"))
             continue
-        gain = f"{one['gain']:.3f} ± {one['error']:.3f} nats a row better than not adapting"
-        found.append((label, f"{settings}; {gain}" if one["gain"] > 0 else "do not adapt"))
+        gain = f"{one['gain']:.3f} ± {one['error']:.3f} nats a row better than {one.get('first', STILL)}"
+        found.append((label, f"{settings}; {gain}" if one["gain"] > 0 else _kept(one)))
     return found
 
 
@@ -292,13 +297,19 @@ def described_over(runs: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str
         for seed, told in runs.items():
             settings = ", ".join(f"{name} {value:g}" for name, value in told[label]["settings"].items())
             known = any(one["rows"] for one in told.values())
-            words = "not chosen" if not known else settings if told[label]["gain"] > 0 else "do not adapt"
+            words = "not chosen" if not known else settings if told[label]["gain"] > 0 else _kept(told[label])
             seeds.setdefault(words, []).append(str(seed))
         each = [f"{words} (seed{'s' * (len(of) > 1)} {', '.join(of)})" for words, of in seeds.items()]
         gains = [told[label]["gain"] for told in runs.values()]
         spread = f" ± {np.std(gains, ddof=1):.3f}" if len(gains) > 1 else ""
         found.append((label, "; ".join(each) if len(each) > 1 else next(iter(seeds)), f"{np.mean(gains):.3f}{spread}"))
     return found
+
+
+def _kept(one: Mapping[str, Any]) -> str:
+    """The first candidate, as advice."""
+    first = one.get("first", STILL)
+    return "do not adapt" if first == STILL else str(first)
 
 
 def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
@@ -313,7 +324,9 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
     known = np.flatnonzero(count > 0)
     if not len(known):
         own = np.array([float(at(algorithm, name)) for name in settings.names], np.float32)
-        return Chosen(Choice(settings.names, np.tile(own, (len(SIZES), 1))), *np.zeros((3, len(SIZES))))
+        return Chosen(
+            Choice(settings.names, np.tile(own, (len(SIZES), 1))), *np.zeros((3, len(SIZES))), algorithm.first_candidate
+        )
     pooled = all(isinstance(algorithm.choices[name], OfPopulation) for name in settings.names)
     if pooled:
         score, square, count = (np.broadcast_to(part.sum(axis=0), part.shape) for part in (score, square, count))
@@ -331,7 +344,7 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
         gains.append(gain if best else 0.0)
         errors.append(error)
     choice = Choice(settings.names, np.asarray(values, np.float32))
-    return Chosen(choice, np.array(gains), np.array(errors), count / repeats)
+    return Chosen(choice, np.array(gains), np.array(errors), count / repeats, algorithm.first_candidate)
 
 
 def _between(settings: Candidates, score: Float[np.ndarray, " candidates"], best: int) -> tuple[float, ...]:
