@@ -278,7 +278,10 @@ def _chosen(found: Sequence[Method]) -> list[Table]:
     for label, records in found:
         told = {int(one.config["seed"]): one.result["choice"] for one in records if one.result and one.result.get("choice")}
         rows += [[label, *words] for words in described_over(told)]
-    caption = "Settings of adapt, chosen by clients that had not trained yet; gain in nats a row over the first candidate, which for most methods does not adapt"
+    caption = (
+        "Settings of adapt, chosen by clients that had not trained yet; gain in nats a row over the first candidate, "
+        "which for most methods does not adapt"
+    )
     return [Table(("method", "to adapt with", "settings", "gain"), rows, caption, 3)] if rows else []
 
 
