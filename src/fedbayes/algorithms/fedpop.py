@@ -12,7 +12,7 @@
 
 For classes and counts, σ is uncertain: p(z) = Σ_k π_k N(μ, σ_k² V) with σ_k from 0 to 1.6 and π_k ∝ e^bk, and a client's own
 rows weigh the components (primitives/widths.py). So a client that is like the others stays near μ and one that is not moves
-far, where one σ for all would fail one of them. The federation chooses b and T; for numbers, and with mixture=False, σ.
+far, where one σ for all would fail one of them. The federation chooses b, while T is 0; for numbers, and with mixture=False, σ.
 
 Where the noise of a number is learnt, φ's has absorbed how clients differ; under a head of its own a client has c times that.
 H is not approximated further: with a dense head and a normal likelihood of known scale the posterior at T = 1 is exact. V is 1
@@ -61,8 +61,6 @@ from fedbayes.primitives.training import Training, descend, drawn, fit, in_block
 
 WIDTHS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """σ_k of the mixture; 0 is μ itself."""
-NOISES = (1.0, 0.7, 0.5, 0.35, 0.25)
-"""c of the mixture, where the noise of a number is learnt."""
 PSEUDO = 10
 """V is shrunk towards 1 as if so many clients had been seen whose heads spread alike in all features."""
 
@@ -133,14 +131,14 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
     mixture: bool | None = None
     """Laplace: whether the prior is a mixture of `WIDTHS`, else its width is σ; by default except for a normal likelihood."""
-    tilt: float = setting(0.0, choose=(0.0, -0.7, 0.0, 1.0))
+    tilt: float = setting(0.0, choose=(0.0, -0.7, 0.7))
     """Laplace, a mixture: b in π_k ∝ e^bk; below 0 it favours narrow priors, above 0 wide ones."""
     sigma: float = setting(0.1, above=0, choose=(0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
-    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 0.1, 1.0))
-    """Laplace: T, which multiplies the posterior's covariance; 0 is the mode alone."""
+    temperature: float | None = setting(None, least=0, choose=(0.0, 0.0, 0.1, 1.0))
+    """Laplace: T, which multiplies the posterior's covariance; 0 is modes alone, the default with a mixture, else it is 1."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int = setting(30, least=1)
@@ -217,8 +215,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         settings, log_prior = self._components
         head_of = self._head_of(down, data)
         mixed = widths.fitted(for_folds, head_of, settings, log_prior, data)
-        z, chosen = widths.draws(for_draws, head_of, settings, mixed, data.mask, self.draws, self.temperature)
-        return Local(z, jnp.bool_(True), settings[chosen, 1] if self._noisy else None)
+        z, _ = widths.draws(for_draws, head_of, settings, mixed, data.mask, self.draws, self._T)
+        return Local(z, jnp.bool_(True), jnp.asarray(self.noise, jnp.float32) if self._noisy else None)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
         """The client's draws of its head; where it has none μ, or with Langevin steps draws from the population."""
@@ -226,7 +224,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
             return self.model.apply(trees.merge(down.phi, down.mu), x)[None]
         heads = local.z if self.form == "laplace" else self._langevin_heads(key, down, local)
         outputs = jax.vmap(lambda z: self.model.apply(trees.merge(down.phi, z), x))(heads)
-        return outputs if local.noise is None else _quieter(outputs, local.noise[:, None])
+        return outputs if local.noise is None else _quieter(outputs, local.noise)
 
     def beliefs(self, down: Down, local: Local) -> Beliefs:
         """Draws of the head, and the population prior."""
@@ -247,19 +245,19 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """Of Laplace's form, b and T with a mixture; else σ and T, or for numbers σ and c, as T = 1 is exact and tells σ."""
+        """Of Laplace's form, b with a mixture; else σ and T, or for numbers σ and c, as T = 1 is exact and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices
         if self._mixed:
-            return {"tilt": found["tilt"], "temperature": (0.0, 0.0, 1.0)}
+            return {"tilt": found["tilt"]}
         if not self._noisy:
             return {name: found[name] for name in ("sigma", "temperature")}
         return {name: OfPopulation(found[name]) for name in ("sigma", "noise")}
 
     @property
     def first_candidate(self) -> str:
-        """With a mixture, in which not adapting is a component, even weights and T = 0."""
+        """With a mixture, in which not adapting is a component, even weights."""
         return "a mixture of even weights" if self._mixed else super().first_candidate
 
     @property
@@ -268,22 +266,23 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         return self.mixture if self.mixture is not None else not isinstance(self.model.likelihood, Normal)
 
     @property
+    def _T(self) -> Any:
+        return (0.0 if self._mixed else 1.0) if self.temperature is None else self.temperature
+
+    @property
     def _noisy(self) -> bool:
         """True where the network gives the noise of a number."""
         return self.model.likelihood == Normal(scale=None)
 
     @property
-    def _components(self) -> tuple[Float[Array, "k 2"], Float[Array, " k"]]:
-        """σ_k and c_k of all components, and log π_k up to a constant."""
-        if not self._mixed:
-            return jnp.stack([jnp.asarray(one, jnp.float32) for one in (self.sigma, self.noise)])[None], jnp.zeros(1)
-        noises = NOISES if self._noisy else (1.0,)
-        table = jnp.asarray([(sigma, c, float(k)) for k, sigma in enumerate(WIDTHS) for c in noises], jnp.float32)
-        return table[:, :2], self.tilt * table[:, 2]
+    def _components(self) -> tuple[Float[Array, "k 1"], Float[Array, " k"]]:
+        """σ_k, and log π_k up to a constant."""
+        sigmas = jnp.asarray(WIDTHS) if self._mixed else jnp.asarray(self.sigma, jnp.float32)[None]
+        return sigmas[:, None], self.tilt * jnp.arange(len(sigmas), dtype=jnp.float32)
 
     def head(self, down: Down, data: Data) -> laplace.Head:
         """The client's rows as a function of its head, under a population prior of width σ."""
-        return self._head_of(down, data)(jnp.stack([jnp.float32(self.sigma), jnp.float32(self.noise)]), data.mask)
+        return self._head_of(down, data)(jnp.asarray(self.sigma, jnp.float32)[None], data.mask)
 
     def _head_of(self, down: Down, data: Data) -> widths.HeadOf:
         exists = data.mask.reshape(-1, *(1,) * (data.x.ndim - 1))
@@ -292,14 +291,12 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.model.features is not None and self.model.readout is not None and self.personal == ("head",):
             readout, x = self.model.readout, in_blocks(self.model.features, down.phi, x)
 
+        def outputs(z: Params) -> Float[Array, "n k"]:
+            found = readout(trees.merge(down.phi, z), x)
+            return _quieter(found, self.noise) if self._noisy else found
+
         def head(settings: Float[Array, " settings"], mask: Bool[Array, " n"]) -> laplace.Head:
-            sigma, c = settings
-
-            def outputs(z: Params) -> Float[Array, "n k"]:
-                found = readout(trees.merge(down.phi, z), x)
-                return _quieter(found, c) if self._noisy else found
-
-            return laplace.Head(outputs, self.model.likelihood, y, mask, down.mu, self._variance(down, sigma**2))
+            return laplace.Head(outputs, self.model.likelihood, y, mask, down.mu, self._variance(down, settings[0] ** 2))
 
         return head
 

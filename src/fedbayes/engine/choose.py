@@ -323,7 +323,8 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
     score, square, count = (np.asarray(part, np.float64) for part in told)
     known = np.flatnonzero(count > 0)
     if not len(known):
-        own = np.array([float(at(algorithm, name)) for name in settings.names], np.float32)
+        own = [at(algorithm, name) for name in settings.names]
+        own = [first if one is None else float(one) for one, first in zip(own, settings.values[0], strict=True)]
         return Chosen(
             Choice(settings.names, np.tile(own, (len(SIZES), 1))), *np.zeros((3, len(SIZES))), algorithm.first_candidate
         )

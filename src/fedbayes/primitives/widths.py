@@ -1,6 +1,6 @@
 """The posterior of a last layer under a prior whose width is uncertain: a mixture of Gaussians of several widths.
 
-    p(z) = Σ_k π_k N(z; μ, σ_k² V)          k may also set what else of the head is uncertain, such as its noise
+    p(z) = Σ_k π_k N(z; μ, σ_k² V)          k = 1 … K
     p(z | rows) ≈ Σ_k w_k N(ẑ_k, T H_k⁻¹),  log w_k = log π_k + Σ_f log p(rows of fold f | ẑ_k from the other folds) + const
 
 A client's own rows weigh the widths: one whose rows look like everybody's stays near μ, one whose rows do not moves far. The
