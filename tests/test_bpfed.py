@@ -102,7 +102,7 @@ def exact(rho=0.0, **options):
 
 def settled(algorithm, zeta, eta, data, key=KEY):
     """One client's round, with ever smaller steps; the prior stays what it was."""
-    client = jax.jit(algorithm._fit, static_argnames="training")
+    client = jax.jit(functools.partial(algorithm._fit, reinforce=algorithm.reinforce), static_argnames="training")
     q = prior = merged(eta, zeta)
     for number, lr in enumerate((0.02, 0.005, 0.001)):
         q, _ = client(
@@ -153,7 +153,7 @@ def test_a_round_is_the_fit_from_its_prior(clients, model, alternate, reinforce)
     algorithm = BPFed.paper(model, alternate=alternate, reinforce=reinforce, head=training, train=training)
     data = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([0], 8))
     server, local = algorithm.init_server(KEY), algorithm.init_local(jax.random.key(4), data)
-    client, fit = jax.jit(algorithm.client), jax.jit(functools.partial(algorithm._fit, training=training))
+    client, fit = jax.jit(algorithm.client), jax.jit(functools.partial(algorithm._fit, training=training, reinforce=reinforce))
     for round in range(2):
         down, key = algorithm.broadcast(KEY, server), jax.random.key(round)
         up, kept = client(key, down, local, data)

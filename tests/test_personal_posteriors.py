@@ -173,7 +173,7 @@ def test_laplace_adapts_to_the_conjugate_posterior_of_a_linear_model(likelihood)
 
 
 def test_laplace_takes_traced_settings_and_a_width_of_zero_is_the_shared_network(model, clients):
-    algorithm = FedPop(model, mixture=False, draws=2)
+    algorithm = FedPop(model, draws=2)
     simulation = Simulation(algorithm.planned(3), clients)
     down, data = simulation.down(), jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([2], 16))
 

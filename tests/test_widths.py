@@ -99,7 +99,7 @@ def test_a_client_who_differs_moves_far_and_the_others_stay():
     flipped = np.isin(clients, (10, 11))
     y = ((x[:, 0] + 0.3 * random.normal(size=len(x)) > 0) ^ flipped).astype(np.int32)
     data = fb.Clients.build(x, y, clients, test=0.5, seed=0)
-    fit = fb.simulate(fb.FedPop(fb.models.linear((4,), Categorical(2))), data, rounds=20, choose=False)
+    fit = fb.simulate(fb.FedPop(fb.models.linear((4,), Categorical(2)), mixture=True), data, rounds=20, choose=False)
     weights = {}
     for name in ("0", "10"):
         rows_x, rows_y = data.rows(name)
@@ -108,7 +108,7 @@ def test_a_client_who_differs_moves_far_and_the_others_stay():
         weights[name] = float(np.mean(np.log(right)))
     assert min(weights.values()) > -0.45, weights
     stays = fb.simulate(
-        fb.FedPop(fb.models.linear((4,), Categorical(2)), sigma=0.1, mixture=False), data, rounds=20, choose=False
+        fb.FedPop(fb.models.linear((4,), Categorical(2)), sigma=0.1, temperature=0.0), data, rounds=20, choose=False
     )
     rows_x, rows_y = data.rows("10")
     narrow = stays.adapt(rows_x[:20], rows_y[:20]).predict(rows_x)[np.arange(len(rows_y)), rows_y]

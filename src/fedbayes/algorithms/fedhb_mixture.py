@@ -148,7 +148,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     """The gating network, with K outputs; by default the network itself with another head, in units of its own."""
     N: int | None = fact("clients")
     """N, the clients that may take part; by default those of the run."""
-    rounds: int | None = fact("rounds", needed_by="balance")
+    length: int | None = fact("rounds", needed_by="balance")
     """Length of the run, over the first half of which prototypes are balanced."""
 
     def init_server(self, key: PRNGKeyArray) -> Server:
@@ -311,7 +311,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     @property
     def _until(self) -> int:
         """The round from which prototypes cost the same."""
-        return (self.rounds or 0) // 2
+        return (self.length or 0) // 2
 
     def _best(self, down: Down, data: Data, price: Float[Array, " K"] | None = None) -> Params:
         """The prototype that fits the client's rows best."""

@@ -10,9 +10,10 @@
     adapt:   ẑ = argmax Σ log p(y | x, φ, z) − Σ (z − μ)² / 2σ²V  by Newton,   draws of z from N(ẑ, T H⁻¹)
              H = JᵀWJ + diag(1/σ²V), J = ∂outputs/∂z, W the Fisher information of a row's outputs
 
-For classes and counts, σ is uncertain: p(z) = Σ_k π_k N(μ, σ_k² V) with σ_k from 0 to 1.6 and π_k ∝ e^bk, and a client's own
-rows weigh the components (primitives/widths.py). So a client that is like the others stays near μ and one that is not moves
-far, where one σ for all would fail one of them. The federation chooses b, while T is 0; for numbers, and with mixture=False, σ.
+With mixture=True, σ is uncertain: p(z) = Σ_k π_k N(μ, σ_k² V) with σ_k from 0 to 1.6 and π_k ∝ e^bk, and a client's own rows
+weigh the components (primitives/widths.py). A client that is like the others stays near μ and one that is not moves far, where
+one σ for all would fail one of them; the federation chooses b. It suits few sites that differ much. Where a client's few rows
+have one label alone, they favour wide priors, whose modes are too sure.
 
 Where the noise of a number is learnt, φ's has absorbed how clients differ; under a head of its own a client has c times that.
 H is not approximated further: with a dense head and a normal likelihood of known scale the posterior at T = 1 is exact. V is 1
@@ -129,8 +130,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Paths of the layers that stay with the client; with log_scale also its noise, which is else that of the shared model."""
     form: Literal["laplace", "langevin"] = setting("laplace", "langevin")
     """How heads are fitted: by Newton and Laplace's approximation in `adapt`, or by Langevin steps also in every round."""
-    mixture: bool | None = None
-    """Laplace: whether the prior is a mixture of `WIDTHS`, else its width is σ; by default except for a normal likelihood."""
+    mixture: bool = False
+    """Laplace: whether the prior is a mixture of `WIDTHS`; else its width is σ."""
     tilt: float = setting(0.0, choose=(0.0, -0.7, 0.7))
     """Laplace, a mixture: b in π_k ∝ e^bk; below 0 it favours narrow priors, above 0 wide ones."""
     sigma: float = setting(0.1, above=0, choose=(0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
@@ -141,8 +142,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Laplace: T, which multiplies the posterior's covariance; 0 is modes alone, the default with a mixture, else it is 1."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
-    draws: int = setting(30, least=1)
-    """Posterior draws in a prediction; with Langevin steps heads from the population, for a client without its own."""
+    draws: int = setting(10, least=1)
+    """Posterior draws in a prediction, of a mixture better 30; with Langevin steps heads from the population, for a client without its own."""
     prior_step: float = setting(0.1, least=0, most=1)
     """How far the prior's variance, and with Langevin steps its mean, moves to its new value in a round; 0 keeps it fixed."""
     steps: int = 10
@@ -211,11 +212,14 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         """Draws from the posterior of the head, φ as it is."""
         if self.form == "langevin":
             return Local(self.langevin(key, down, local, data, self.adapt_steps), jnp.bool_(True))
-        for_folds, for_draws = jax.random.split(key)
-        settings, log_prior = self._components
-        head_of = self._head_of(down, data)
-        mixed = widths.fitted(for_folds, head_of, settings, log_prior, data)
-        z, _ = widths.draws(for_draws, head_of, settings, mixed, data.mask, self.draws, self._T)
+        if self.mixture:
+            for_folds, for_draws = jax.random.split(key)
+            head_of, (settings, log_prior) = self._head_of(down, data), self._components
+            mixed = widths.fitted(for_folds, head_of, settings, log_prior, data)
+            z, _ = widths.draws(for_draws, head_of, settings, mixed, data.mask, self.draws, self._T)
+        else:
+            head = self.head(down, data)
+            z = laplace.draws(key, head, laplace.mode(head), self.draws, self._T)
         return Local(z, jnp.bool_(True), jnp.asarray(self.noise, jnp.float32) if self._noisy else None)
 
     def predict(self, key: PRNGKeyArray, down: Down, local: Local, x: Shaped[Array, "n ..."]) -> Float[Array, "s n k"]:
@@ -249,7 +253,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.form != "laplace":
             return {}
         found = super().choices
-        if self._mixed:
+        if self.mixture:
             return {"tilt": found["tilt"]}
         if not self._noisy:
             return {name: found[name] for name in ("sigma", "temperature")}
@@ -258,16 +262,11 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     @property
     def first_candidate(self) -> str:
         """With a mixture, in which not adapting is a component, even weights."""
-        return "a mixture of even weights" if self._mixed else super().first_candidate
-
-    @property
-    def _mixed(self) -> bool:
-        """True where the prior is a mixture. Under a normal likelihood the posterior is exact, and so is what it tells of σ."""
-        return self.mixture if self.mixture is not None else not isinstance(self.model.likelihood, Normal)
+        return "a mixture of even weights" if self.mixture else super().first_candidate
 
     @property
     def _T(self) -> Any:
-        return (0.0 if self._mixed else 1.0) if self.temperature is None else self.temperature
+        return (0.0 if self.mixture else 1.0) if self.temperature is None else self.temperature
 
     @property
     def _noisy(self) -> bool:
@@ -277,7 +276,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     @property
     def _components(self) -> tuple[Float[Array, "k 1"], Float[Array, " k"]]:
         """σ_k, and log π_k up to a constant."""
-        sigmas = jnp.asarray(WIDTHS) if self._mixed else jnp.asarray(self.sigma, jnp.float32)[None]
+        sigmas = jnp.asarray(WIDTHS) if self.mixture else jnp.asarray(self.sigma, jnp.float32)[None]
         return sigmas[:, None], self.tilt * jnp.arange(len(sigmas), dtype=jnp.float32)
 
     def head(self, down: Down, data: Data) -> laplace.Head:
