@@ -143,7 +143,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int = setting(10, least=1)
-    """Posterior draws in a prediction, of a mixture better 30; with Langevin steps heads from the population, for a client without its own."""
+    """Posterior draws in a prediction, better 30 of a mixture; with Langevin steps also the population's, where it has none."""
     prior_step: float = setting(0.1, least=0, most=1)
     """How far the prior's variance, and with Langevin steps its mean, moves to its new value in a round; 0 keeps it fixed."""
     steps: int = 10

@@ -326,7 +326,9 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
         own = [at(algorithm, name) for name in settings.names]
         own = [first if one is None else float(one) for one, first in zip(own, settings.values[0], strict=True)]
         return Chosen(
-            Choice(settings.names, np.tile(own, (len(SIZES), 1))), *np.zeros((3, len(SIZES))), algorithm.first_candidate
+            Choice(settings.names, np.tile(np.asarray(own, np.float32), (len(SIZES), 1))),
+            *np.zeros((3, len(SIZES))),
+            algorithm.first_candidate,
         )
     pooled = all(isinstance(algorithm.choices[name], OfPopulation) for name in settings.names)
     if pooled:
