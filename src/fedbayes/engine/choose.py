@@ -325,11 +325,9 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
     if not len(known):
         own = [at(algorithm, name) for name in settings.names]
         own = [first if one is None else float(one) for one, first in zip(own, settings.values[0], strict=True)]
-        return Chosen(
-            Choice(settings.names, np.tile(np.asarray(own, np.float32), (len(SIZES), 1))),
-            *np.zeros((3, len(SIZES))),
-            algorithm.first_candidate,
-        )
+        kept = Choice(settings.names, np.tile(np.asarray(own, np.float32), (len(SIZES), 1)))
+        gain, error, scored = np.zeros((3, len(SIZES)))
+        return Chosen(kept, gain, error, scored, algorithm.first_candidate)
     pooled = all(isinstance(algorithm.choices[name], OfPopulation) for name in settings.names)
     if pooled:
         score, square, count = (np.broadcast_to(part.sum(axis=0), part.shape) for part in (score, square, count))
