@@ -58,7 +58,7 @@ class Local(NamedTuple):
     m: Params | None
     s2: Params | None = None
     own: Bool[Array, ""] | None = None
-    """Whether a client that keeps them has any."""
+    """True once a client that keeps them has some."""
 
 
 class Down(NamedTuple):
@@ -106,7 +106,7 @@ class Hierarchical(NetworkAlgorithm[Server, Local, Down, Up]):
     prior: Literal["coordinate", "literal", "fixed"] = setting("coordinate", "literal", "fixed")
     """The prior of Σ: weight by weight, as printed, or none."""
     elbo: bool = False
-    """Whether clients also report their term of the bound, at the price of one more look at their rows."""
+    """With True, clients also report their term of the bound, which takes one more pass over their rows."""
     draws: int | None = setting(None, least=0)
     """S, networks that a prediction averages (19); 0 predicts with the mode, m0 or the client's m. By default 0, or 10 of the
     Gaussian form."""

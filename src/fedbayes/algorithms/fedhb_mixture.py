@@ -115,7 +115,7 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     sigma2: float = setting(0.1, above=0)
     """σ², the variance of a client's weights around its prototype; where it is learnt, at the start."""
     learnt: bool = False
-    """Whether σ² is learnt, from two sums a round."""
+    """With True, σ² is learnt from two sums a round."""
     balance: float = setting(0.0, least=0)
     """With start="best": how much dearer a prototype that everybody chose gets in a round, in nats a row; for half the run."""
     head: tuple[str, ...] = ()
@@ -131,11 +131,11 @@ class FedHBMixture(NetworkAlgorithm[Server, Local, Down, Up]):
     patience: int = setting(10, least=1)
     """Rounds with less than one client after which a prototype starts again."""
     elbo: bool = False
-    """Whether clients also report their term of the bound, at the price of one more look at their rows."""
+    """With True, clients also report their term of the bound, which takes one more pass over their rows."""
     draws: int = setting(20, least=1)
     """Draws of a prediction, divided among prototypes as the gate says."""
     exact: bool = True
-    """Whether a draw between two prototypes mixes them, so that the gate's shares are exact; else they are rounded."""
+    """With True, a draw between two prototypes mixes them, so that the gate's shares are exact; else they are rounded."""
     train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
     """A client's round."""
     gate_rows: int = setting(100, least=1)

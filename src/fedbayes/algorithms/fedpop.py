@@ -249,7 +249,7 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """Of Laplace's form, b with a mixture; else σ and T, or for numbers σ and c, as T = 1 is exact and tells σ."""
+        """For Laplace's form: b with a mixture; else σ and T, or for numbers σ and c, as T = 1 is exact and tells σ."""
         if self.form != "laplace":
             return {}
         found = super().choices

@@ -148,7 +148,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     sigma_scale: float = 0.01
     """Mean: c_σ."""
     bias: bool = True
-    """Whether there is a personal bias b_β too; in the paper's form no prior holds it."""
+    """With True, there is a personal bias b_β too; in the paper's form no prior holds it."""
     shared: bool = False
     """Mean: whether support and query are the whole minibatch each, instead of a half each."""
     gamma: float = setting(0.0, least=0, which="weighs a divergence")
