@@ -63,4 +63,7 @@ def test_levels_of_a_hierarchy_are_counted():
         middle = numpyro.sample("middle", dist.Normal(0.0, top))
         return numpyro.sample("bottom", dist.Normal(middle, jnp.exp(middle)))
 
-    assert [frames.depth(Structured(one, nothing)) for one in (flat, effects, three)] == [1, 2, 3]
+    def unit():
+        return numpyro.sample("effect", dist.Normal(0.0, numpyro.sample("scale", dist.HalfNormal(1.0))))
+
+    assert [frames.depth(Structured(one, nothing)) for one in (flat, effects, unit, three)] == [1, 2, 2, 3]

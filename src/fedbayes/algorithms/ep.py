@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fedbayes.algorithm import LocalDraws, StructuredAlgorithm, Sum, check_settings, fact, setting
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, matching, sampling, variational
+from fedbayes.primitives import factored, gaussian, matching, prior_factor, sampling, variational
 from fedbayes.primitives.dependence import linked
 from fedbayes.primitives.factored import over, power
 from fedbayes.primitives.gaussian import Global, Natural
@@ -140,7 +140,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""
         factored.check(self, "EP")
-        q, prior = factored.prior_start(self.structured, key)
+        q, prior = prior_factor.start(self.structured, key)
         zero = jnp.zeros(())
         where = (
             jnp.full((), self.damping, float),
@@ -233,7 +233,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """As much of the change as leaves q proper, t_0 anew, and whether to go on."""
         change = power(up.change, down.damping)
-        q, prior, part = factored.server_step(self.structured, key, server.shared.eta, server.prior, change, matched=True)
+        q, prior, part = prior_factor.after(self.structured, key, server.shared.eta, server.prior, change, matched=True)
         accepted = server.accepted.at[server.round].set(part)
 
         # In q's coordinates a shift moves the mean by as many sds, and a precision moves log sd by −½ of itself.

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fedbayes.algorithm import Sum, fact
 from fedbayes.errors import UserError
-from fedbayes.primitives import factored, gaussian, variational
+from fedbayes.primitives import factored, gaussian, prior_factor, variational
 from fedbayes.primitives.factored import over, power, rewritten, standard
 from fedbayes.primitives.gaussian import Global, Natural
 from fedbayes.primitives.structured import Centred
@@ -99,7 +99,7 @@ class PVI(Centred[Server, Local, Down, Up]):
     def init_server(self, key: PRNGKeyArray) -> Server:
         """q at the prior."""
         factored.check(self, "PVI")
-        q, prior = factored.prior_start(self.structured, key)
+        q, prior = prior_factor.start(self.structured, key)
         return Server(prior, Shared(q, {}), jnp.zeros(self.rounds or 0), jnp.int32(0), jnp.zeros(()))
 
     def init_local(self, key: PRNGKeyArray, data: Any) -> Local:
@@ -130,7 +130,7 @@ class PVI(Centred[Server, Local, Down, Up]):
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """As much of the change as leaves q proper, and t_0 anew."""
-        q, prior, part = factored.server_step(self.structured, key, server.shared.eta, server.prior, up.change, matched=False)
+        q, prior, part = prior_factor.after(self.structured, key, server.shared.eta, server.prior, up.change, matched=False)
         accepted = server.accepted.at[server.round].set(part)
         noise = jax.random.normal(key, (4 * DRAWS, q.mean.size))
         own, _ = variational.own_gradient(self.structured.log_population, server.shared, noise)

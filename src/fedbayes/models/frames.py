@@ -64,7 +64,8 @@ def _of(fn: object, shape: tuple[int, ...], width: int) -> tuple[Array, Array]:
 def depth(structured: Structured) -> int:
     """Levels of the hierarchy in the population: after so many steps, `placed` has found z."""
     with jax.ensure_compile_time_eval():
-        z = x = jnp.sin(1.0 + jnp.arange(structured.size(), dtype=jnp.zeros(0).dtype))  # no round numbers
+        x = jnp.sin(1.0 + jnp.arange(structured.size(), dtype=jnp.zeros(0).dtype))  # no round numbers
+        z = x + 1.0  # not x, at which a latent with scale 1 would be found without a step
         for level in range(DEEPEST):
             location, log_scale = location_scale(structured, {}, z)
             before, z = z, location + jnp.exp(log_scale) * x

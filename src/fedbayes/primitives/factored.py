@@ -15,19 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from fedbayes.algorithm import AnyStructured
 from fedbayes.errors import UserError
-from fedbayes.models.structured import Structured
 from fedbayes.primitives import gaussian, small
 from fedbayes.primitives.gaussian import Global, Natural
 
 HALVINGS = 10
 PARTS = (1.0, 0.9999, 0.999, 0.99, 0.9, 0.5, 0.0)
 """Of a silo's factor, which are tried to be divided out of q."""
-DRAWS = 512
-"""Draws for the moments of the prior, in pairs ± u."""
 
 
 def flat(n: int) -> Natural:
@@ -102,62 +99,9 @@ def arrived(local: Any, down: Any) -> Natural:
     return rewritten(taken, local.q, down.shared.eta)
 
 
-def server_step(
-    structured: Structured, key: PRNGKeyArray, q: Global, t_0: Natural, change: Natural, *, matched: bool
-) -> tuple[Global, Natural, Float[Array, ""]]:
-    """q and t_0 after as much of a change as leaves q proper and an update of t_0; and what part was taken."""
-    part = proper_part(standard(q.mean.size), change)
-    new = multiplied(q, power(change, part))
-    return *prior_step(structured, key, new, rewritten(t_0, q, new), matched=matched), part
-
-
 def check(algorithm: AnyStructured, name: str) -> None:
     """Refuse θ, and a run whose number of rounds is not known."""
     if theta := algorithm.structured.theta(algorithm.example):
         raise UserError(f"{name} has no θ, but the model has {', '.join(theta)}; give it a prior, or use SFVI")
     if algorithm.rounds is None:
         raise UserError("rounds is not set; call algorithm.planned(rounds) first")
-
-
-def prior_start(structured: Structured, key: PRNGKeyArray) -> tuple[Global, Natural]:
-    """q at the prior's moments, and t_0 = q in its coordinates."""
-    z = jax.vmap(structured.prior_draw)(jax.random.split(key, 20 * DRAWS))
-    low, high = jnp.quantile(z, 0.005, axis=0), jnp.quantile(z, 0.995, axis=0)  # a Cauchy has no moments
-    z = jnp.clip(z, low[None], high[None])
-    q = gaussian.from_moments(jnp.mean(z, axis=0), jnp.atleast_2d(jnp.cov(z, rowvar=False)))
-    t_0 = standard(q.mean.size)
-    for number in range(3):  # for a Gaussian prior, one makes it exact
-        q, t_0 = prior_step(structured, jax.random.fold_in(key, number), q, t_0)
-    return q, t_0
-
-
-def prior_step(
-    structured: Structured, key: PRNGKeyArray, q: Global, t_0: Natural, *, matched: bool = True
-) -> tuple[Global, Natural]:
-    """q and t_0 after an update of the prior's factor: the prior itself where it is Gaussian.
-
-    With w = p(Z_G) / t_0(Z_G) and expectations under q: EP matches the moments of q w, which are, in q's coordinates,
-
-        mean E_w ∇ log w,     covariance I + E_w (∇² log w + ∇ log w ∇ log wᵀ) − mean meanᵀ,
-
-    where E_w weighs by w. Without `matched` (PVI) the factor is the second-order expansion of log p, averaged over q.
-    """
-    half = jax.random.normal(key, (DRAWS // 2, q.mean.size))
-    u = jnp.concatenate([half, -half])
-    log_p = lambda u: structured.log_population({}, gaussian.draw_global(q, u))  # noqa: E731
-    log_w = lambda u: log_p(u) - gaussian.log_factor(t_0, u)  # noqa: E731
-    g, H = jax.vmap(jax.grad(log_w))(u), jax.vmap(jax.hessian(log_w))(u)
-    n = q.mean.size
-    if matched:
-        weights = jax.nn.softmax(jax.vmap(log_w)(u))
-        mean = weights @ g
-        covariance = jnp.eye(n) + jnp.einsum("s,sij->ij", weights, H + g[:, :, None] * g[:, None, :]) - jnp.outer(mean, mean)
-        precision = small.inverse((covariance + covariance.T) / 2)
-        change = over(Natural(precision @ mean, precision), standard(n))
-    else:
-        precision = -jnp.mean(H, axis=0)
-        change = Natural(jnp.mean(g, axis=0), precision)
-    change = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf).all(), leaf, 0.0), change)
-    change = power(change, proper_part(standard(n), change))
-    new = multiplied(q, change)
-    return new, rewritten(times(t_0, change), q, new)

@@ -10,7 +10,7 @@ those that silos say little about are taken on their standard scale (`models/fra
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,24 +53,35 @@ def draws(
         factors: Π_j t_j in q's coordinates.
         near: At least `FIRST` draws to start from, as those of chains that did not mix; by default of q.
     """
-    for_q, key = jax.random.split(key)
-    if near is None:
-        near = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(for_q, (FIRST, q.mean.size)))
-    near = near[jnp.linspace(0, len(near) - 1, FIRST).astype(jnp.int32)]
-    return _draws(structured, frames.depth(structured), count, key, q, factors, near)
+    return _thinned(structured, frames.depth(structured), count, key, q, factors, near)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _draws(
+def _thinned(
+    structured: Structured, depth: int, count: int, key: PRNGKeyArray, q: Global, factors: Natural, near: Any
+) -> Tilted:
+    found, health = sampled(structured, DRAWS, key, q, factors, near)
+    kept = jnp.linspace(0, DRAWS - 1, -(-count // CHAINS)).astype(jnp.int32)
+    z = found.u[:, kept].reshape(-1, q.mean.size)[:count]
+    log_factors = jax.vmap(lambda one: gaussian.log_factor(factors, factored.standardised(q, one)))(z)
+    return Tilted(z, log_factors, health)
+
+
+def sampled(
     structured: Structured,
-    depth: int,
-    count: int,
+    most: int,
     key: PRNGKeyArray,
     q: Global,
     factors: Natural,
-    near: Float[Array, "s n"],
-) -> Tilted:
-    keys, n = jax.random.split(key, 2), q.mean.size
+    near: Float[Array, "s n"] | None = None,
+) -> tuple[Draws, Health]:
+    """`most` draws in each of `CHAINS` chains, their `u` on the real line, and the state of the chains."""
+    depth, n = frames.depth(structured), q.mean.size
+    for_q, key = jax.random.split(key)
+    if near is None:
+        near = jax.vmap(lambda one: gaussian.draw_global(q, one))(jax.random.normal(for_q, (FIRST, n)))
+    near = near[jnp.linspace(0, len(near) - 1, FIRST).astype(jnp.int32)]
+    keys = jax.random.split(key, 2)
     root = gaussian.root(q)
     told = small.inverse_root(root)
     precision = jnp.diagonal(told.T @ factors.precision @ told)
@@ -90,8 +101,8 @@ def _draws(
         v = jax.vmap(lambda one: small.solve_lower(spread, one - mean))(chains)
         start = Chains(v, {}, jnp.full((), 0.1, float), {})
         density = lambda v, _: log_tilted(mean + spread @ v)  # noqa: E731
-        room = jnp.array([FIRST, DRAWS])[number]
-        found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), room, DRAWS, accept=ACCEPT, patient=True)
+        room = jnp.array([min(FIRST, most), most])[number]
+        found, end = sampling.nuts(density, keys[number], start, jnp.int32(0), room, most, accept=ACCEPT, patient=True)
         x = mean[None, None] + found.u @ spread.T
         weight = jnp.broadcast_to(sampling.draw_mask(found), x.shape[:2]).reshape(-1)
         return (*_moments(x.reshape(-1, n), weight.astype(x.dtype)), mean[None] + end.u @ spread.T), found._replace(u=x)
@@ -99,13 +110,8 @@ def _draws(
     begin = (*_moments(x, jnp.ones(FIRST)), x[:CHAINS])
     _, both = jax.lax.scan(stage, begin, jnp.arange(2))  # a loop, so that NUTS is compiled once
     found = jax.tree.map(lambda leaf: leaf[1], both)
-    x = found.u
-    each = -(-count // CHAINS)
-    kept = jnp.linspace(0, DRAWS - 1, each).astype(jnp.int32)
-    x = x[:, kept].reshape(-1, n)[:count]
-    z = jax.vmap(lambda one: _placed(structured, depth, free, one)[0])(x)
-    log_factors = jax.vmap(lambda one: gaussian.log_factor(factors, factored.standardised(q, one)))(z)
-    return Tilted(z, log_factors, sampling.health(found))
+    z = jax.vmap(jax.vmap(lambda one: _placed(structured, depth, free, one)[0]))(found.u)
+    return found._replace(u=z), sampling.health(found)
 
 
 def _moments(x: Float[Array, "s n"], weight: Float[Array, " s"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
