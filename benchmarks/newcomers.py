@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from fedbayes.data import Clients
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "newcomers.md"
 OUT = Path(__file__).with_suffix(".jsonl")
 MODES = {"5": "adapted:5", "20": "adapted:20", "all": "adapted"}
-METHODS = ("fedavg", "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
+GENTLE = "fedavg-gentle"
+"""FedAvg whose `adapt` is always ten steps of .001, without a choice: a rival that, like a prior, always moves a little."""
+METHODS = ("fedavg", GENTLE, "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,9 @@ def cell(name: str, method: str, seed: int) -> dict[str, Any]:
 
 def built(of: Set, clients: Clients, method: str) -> Any:
     """A method at its defaults with the set's network."""
+    if method == GENTLE:
+        tune = fb.Training(epochs=0, steps=10, lr=0.001, momentum=0.9)
+        return fb.FedAvg(fb.network(of.network, clients), tune=tune)
     algorithm = find(method, "clients")(fb.network(of.network, clients))
     if of.network == "linear" and method in ("fedper", "bpfed"):  # nothing else is left to share
         return dataclasses.replace(algorithm, personal=("head/bias",))
@@ -147,27 +152,55 @@ def rows() -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def report() -> int:
-    """The table of log scores, as differences from fine-tuned FedAvg over the same seeds."""
+    """Tables of log scores as differences from fine-tuned FedAvg over the same seeds, and of other metrics as they are."""
     known = rows()
+    for section, group in (("log score", "unseen"), ("participants", "participating")):
+        common.put(PAGE, section, differences(known, group))
+    common.put(PAGE, "accuracy", levels(known, ("accuracy", "rmse")))
+    common.put(PAGE, "calibration", levels(known, ("ece", "coverage")))
+    ran = {key: one for key, one in known.items() if "refused" not in one and key[1] != GENTLE}
+    newcomers_evidence.update(SETS, ran)  # for fedbayes advise
+    return 0
+
+
+def differences(known: dict[tuple[str, str, int], dict[str, Any]], group: str) -> str:
+    """Log scores, FedAvg's as they are and others' less fine-tuned FedAvg's."""
     lines = [
         "| | rows | FedAvg | FedAvg, fine-tuned | " + " | ".join(METHODS[1:]) + " | seeds |",
         "|---" * (len(METHODS) + 4) + "|",
     ]
+    for name, of, seeds, label, mode in cells(known):
+        base = {seed: known[name, "fedavg", seed][group] for seed in seeds}
+        tuned = [base[seed][mode]["log_score"] for seed in seeds]
+        found = [common.spread([base[seed]["global"]["log_score"] for seed in seeds], 3), common.spread(tuned, 3)]
+        for method in METHODS[1:]:
+            pairs = [(known.get((name, method, seed)), base[seed]) for seed in seeds]
+            ran = [(one[group], other) for one, other in pairs if one and "refused" not in one]
+            gaps = [one[mode]["log_score"] - other[mode]["log_score"] for one, other in ran]
+            found.append("refused" if not ran and any(one for one, _ in pairs) else gap(gaps))
+        lines.append(f"| {of.title} | {label} | {' | '.join(found)} | {len(seeds)} |")
+    return "\n".join(lines)
+
+
+def levels(known: dict[tuple[str, str, int], dict[str, Any]], metrics: tuple[str, ...]) -> str:
+    """One of these metrics of unseen clients, whichever a set has."""
+    lines = ["| | rows | metric | " + " | ".join(METHODS) + " | seeds |", "|---" * (len(METHODS) + 4) + "|"]
+    for name, of, seeds, label, mode in cells(known):
+        metric = next(one for one in metrics if one in known[name, "fedavg", seeds[0]]["unseen"][mode])
+        found = []
+        for method in METHODS:
+            ran = [one for seed in seeds if (one := known.get((name, method, seed))) and "refused" not in one]
+            found.append(common.spread([one["unseen"][mode][metric] for one in ran], 3))
+        lines.append(f"| {of.title} | {label} | {metric} | {' | '.join(found)} | {len(seeds)} |")
+    return "\n".join(lines)
+
+
+def cells(known: dict[tuple[str, str, int], dict[str, Any]]) -> Iterator[tuple[str, Set, list[int], str, str]]:
+    """Each set with its seeds, and each number of rows with its mode."""
     for name, of in SETS.items():
         seeds = sorted(seed for data, method, seed in known if data == name and method == "fedavg")
         for label, mode in MODES.items() if seeds else ():
-            base = {seed: known[name, "fedavg", seed]["unseen"] for seed in seeds}
-            tuned = [base[seed][mode]["log_score"] for seed in seeds]
-            cells = [common.spread([base[seed]["global"]["log_score"] for seed in seeds], 3), common.spread(tuned, 3)]
-            for method in METHODS[1:]:
-                pairs = [(known.get((name, method, seed)), base[seed]) for seed in seeds]
-                ran = [(one["unseen"], other) for one, other in pairs if one and "refused" not in one]
-                gaps = [one[mode]["log_score"] - other[mode]["log_score"] for one, other in ran]
-                cells.append("refused" if not ran and any(one for one, _ in pairs) else gap(gaps))
-            lines.append(f"| {of.title} | {label} | {' | '.join(cells)} | {len(seeds)} |")
-    common.put(PAGE, "log score", "\n".join(lines))
-    newcomers_evidence.update(SETS, {key: one for key, one in known.items() if "refused" not in one})  # for fedbayes advise
-    return 0
+            yield name, of, seeds, label, mode
 
 
 def gap(values: list[float]) -> str:

@@ -43,7 +43,7 @@ class Lengths(tuple[float, ...]):
 
 class OfPopulation(tuple[float, ...]):
     """Candidates for a property of the population, such as a prior's width: one value for all numbers of rows, and one that may
-    lie between two candidates. All but the first are positive."""
+    lie between two positive candidates."""
 
 
 def setting(default: Any, *others: str, which: str = "", choose: Any = (), **limits: float) -> Any:

@@ -20,7 +20,8 @@ H is not approximated further: with a dense head and a normal likelihood of know
 for all weights (spread="one"), or one number for each feature: the variance of the ẑ_i, averaged over the outputs, relative to
 its mean over all weights, shrunk towards 1 as `PSEUDO` clients would and damped by `prior_step`. So σ is the root mean square
 of the spread in either case. At T = 1 directions that no row determines keep the prior's whole width, so only a narrow prior
-predicts well; at T = 0, modes alone, a wide one often does.
+predicts well; at T = 0, modes alone, a wide one often does. Biases of classes, whose prior is `level` times as wide, are a
+client's own shares of the classes: a few rows settle them, where they say little of the other weights.
 
 A client keeps nothing while it trains. Without `adapt` it predicts with μ, one draw: outputs of heads drawn from a wide
 N(μ, σ² V) would be noise.
@@ -134,14 +135,15 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     """Laplace: whether the prior is a mixture of `WIDTHS`; else its width is σ."""
     tilt: float = setting(0.0, choose=(0.0, -0.7, 0.7))
     """Laplace, a mixture: b in π_k ∝ e^bk; below 0 it favours narrow priors, above 0 wide ones."""
-    sigma: float = setting(0.1, above=0, choose=(0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
+    sigma: float = setting(0.1, above=0, choose=(0.1, 0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
-    level: float = setting(1.0, above=0, choose=(1.0, 1.0, 10.0))
-    """Laplace: how many times as wide the prior of the head's biases is, the client's level of each output."""
+    level: float | None = setting(None, above=0)
+    """Laplace: how many times as wide the prior of the head's biases is. None: 10 for classes, as clients differ in how common
+    each class is before all else, and 1 for numbers."""
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
-    temperature: float | None = setting(None, least=0, choose=(0.0, 0.0, 0.1, 1.0))
-    """Laplace: T, which multiplies the posterior's covariance; 0 is modes alone, the default with a mixture, else it is 1."""
+    temperature: float | None = setting(None, least=0, choose=(0.1, 0.0, 0.1, 1.0))
+    """Laplace: T, which multiplies the posterior's covariance. 0 is modes alone. None: 1 for numbers, else 0.1, with a mixture 0."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int | None = setting(None, least=1)
@@ -259,13 +261,13 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.mixture:
             return {"tilt": found["tilt"]}
         if not self._noisy:
-            return {name: found[name] for name in ("sigma", "level", "temperature")}
-        return {name: OfPopulation(found[name]) for name in ("sigma", "level", "noise")}
+            return {name: found[name] for name in ("sigma", "temperature")}
+        return {name: OfPopulation(found[name]) for name in ("sigma", "noise")}
 
     @property
     def first_candidate(self) -> str:
-        """With a mixture, in which not adapting is a component, even weights."""
-        return "a mixture of even weights" if self.mixture else super().first_candidate
+        """A narrow prior, or with a mixture even weights."""
+        return "a mixture of even weights" if self.mixture else f"a prior of width {self.choices['sigma'][0]:g}"
 
     @property
     def count(self) -> int:
@@ -274,7 +276,9 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     @property
     def _T(self) -> Any:
-        return (0.0 if self.mixture else 1.0) if self.temperature is None else self.temperature
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.mixture else 1.0 if isinstance(self.model.likelihood, Normal) else 0.1
 
     @property
     def _noisy(self) -> bool:
@@ -312,8 +316,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.form == "langevin":
             return down.variance
         relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
-        wider = jnp.asarray(self.level, jnp.float32) ** 2
-        return jax.tree.map(lambda v, mu: square * v * (wider if mu.ndim == 1 else 1.0), relative, down.mu)
+        level = (1.0 if isinstance(self.model.likelihood, Normal) else 10.0) if self.level is None else self.level
+        return jax.tree.map(lambda v, mu: square * v * (level**2 if mu.ndim == 1 else 1.0), relative, down.mu)
 
     @property
     def _square(self) -> Float[Array, ""]:

@@ -356,7 +356,9 @@ def _between(settings: Candidates, score: Float[np.ndarray, " candidates"], best
     found = list(settings.values[best])
     for place in range(len(settings.names)):
         others = [row[:place] + row[place + 1 :] for row in settings.values]
-        line = [one for one in range(1, len(others)) if others[one] == others[best]]
+        line = [one for one in range(1, len(others)) if others[one] == others[best] and settings.values[one][place] > 0]
+        if best not in line:
+            continue
         line.sort(key=lambda one: settings.values[one][place])
         middle = line.index(best)
         if 0 < middle < len(line) - 1:
