@@ -33,9 +33,7 @@ from fedbayes.data import Clients
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "newcomers.md"
 OUT = Path(__file__).with_suffix(".jsonl")
 MODES = {"5": "adapted:5", "20": "adapted:20", "all": "adapted"}
-GENTLE = "fedavg-gentle"
-"""FedAvg whose `adapt` is always ten steps of .001, without a choice: a rival that, like a prior, always moves a little."""
-METHODS = ("fedavg", GENTLE, "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
+METHODS = ("fedavg", "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +112,6 @@ def cell(name: str, method: str, seed: int) -> dict[str, Any]:
 
 def built(of: Set, clients: Clients, method: str) -> Any:
     """A method at its defaults with the set's network."""
-    if method == GENTLE:
-        tune = fb.Training(epochs=0, steps=10, lr=0.001, momentum=0.9)
-        return fb.FedAvg(fb.network(of.network, clients), tune=tune)
     algorithm = find(method, "clients")(fb.network(of.network, clients))
     if of.network == "linear" and method in ("fedper", "bpfed"):  # nothing else is left to share
         return dataclasses.replace(algorithm, personal=("head/bias",))
@@ -158,7 +153,7 @@ def report() -> int:
         common.put(PAGE, section, differences(known, group))
     common.put(PAGE, "accuracy", levels(known, ("accuracy", "rmse")))
     common.put(PAGE, "calibration", levels(known, ("ece", "coverage")))
-    ran = {key: one for key, one in known.items() if "refused" not in one and key[1] != GENTLE}
+    ran = {key: one for key, one in known.items() if "refused" not in one}
     newcomers_evidence.update(SETS, ran)  # for fedbayes advise
     return 0
 

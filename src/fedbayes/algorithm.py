@@ -210,7 +210,8 @@ class NetworkAlgorithm(Algorithm[ServerT, LocalT, DownT, UpT]):
     @property
     def first_candidate(self) -> str:
         """The first candidate of `choices` in words; it is kept where none is ahead of it."""
-        return STILL
+        lr, steps = (next((grid[0] for at, grid in self.choices.items() if at.endswith(name)), 0) for name in (".lr", ".steps"))
+        return f"{steps:g} steps of {lr:g}" if lr else STILL
 
     def check_gibbs(self, down: DownT) -> None:
         """Refuse a run of which no PAC-Bayes bound holds; by default every run."""

@@ -143,12 +143,12 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
     temperature: float | None = setting(None, least=0, choose=(0.1, 0.0, 0.1, 1.0))
-    """Laplace: T, which multiplies the posterior's covariance. 0 is modes alone. None: 1 for numbers, else 0.1, with a mixture 0."""
+    """Laplace: T, which multiplies the posterior's covariance; 0 is the mode. None: 1 for numbers, 0 for mixtures, else 0.1."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int | None = setting(None, least=1)
-    """Posterior draws in a prediction, with Langevin steps also the population's, where it has none. None: 100 for numbers, whose
-    density a mixture of few narrow normals misses, else 10; better 30 of a mixture of widths."""
+    """Posterior draws in a prediction, with Langevin steps also the population's, where it has none. None: 100 for numbers, as
+    a mixture of few narrow normals misses their density, else 10; better 30 of a mixture of widths."""
     prior_step: float = setting(0.1, least=0, most=1)
     """How far the prior's variance, and with Langevin steps its mean, moves to its new value in a round; 0 keeps it fixed."""
     steps: int = 10
@@ -246,8 +246,9 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         """Draws moved and scaled; with Langevin steps a client without its own has the population's."""
         new = beliefs.prior if self.form == "laplace" or beliefs.posterior is None else beliefs.posterior
         if new is not None:
-            unit = jnp.sqrt(jnp.maximum(self._square, 1e-30)) if self.form == "laplace" else 1.0
-            down = down._replace(mu=new.mean, variance=jax.tree.map(lambda s: jnp.square(s / unit), new.deviation))
+            unit = self._variance(down._replace(variance=None), jnp.maximum(self._square, 1e-30))
+            relative = jax.tree.map(lambda s, v: jnp.square(s) / v, new.deviation, unit)
+            down = down._replace(mu=new.mean, variance=relative)
         if beliefs.posterior is not None and local.z is not None:
             local = local._replace(z=redrawn(local.z, beliefs.posterior))
         return down, local
@@ -312,9 +313,9 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         return head
 
     def _variance(self, down: Down, square: Float[Array, ""] | float) -> Params:
-        """The variance of the population prior for a σ²."""
+        """The variance of the population prior for a σ²; with Langevin steps, which learn it, 1 where there is none."""
         if self.form == "langevin":
-            return down.variance
+            return jax.tree.map(jnp.ones_like, down.mu) if down.variance is None else down.variance
         relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
         level = (1.0 if isinstance(self.model.likelihood, Normal) else 10.0) if self.level is None else self.level
         return jax.tree.map(lambda v, mu: square * v * (level**2 if mu.ndim == 1 else 1.0), relative, down.mu)

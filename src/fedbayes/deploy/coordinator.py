@@ -207,7 +207,7 @@ class Coordinator:
         partial, answered, _ = self.gather(post, request, self.experiment.choosing_up, check)
         if missing := sorted(set(sites) - set(answered)):
             log.warning("round %d: sites %s have no say in settings of adapt", self.round, _list(missing))
-        found = decided(self.experiment.network, Scores(**partial.sums), plan.repeats)
+        found = decided(self.experiment.network, Scores(**partial.sums), plan.repeats, max(len(answered), 1))
         if answered:
             log.info("round %d: sites %s chose settings of adapt", self.round, _list(sorted(answered)))
         else:

@@ -26,7 +26,7 @@ def candidates(algorithm: AnyNetwork) -> Candidates:
     >>> import fedbayes as fb
     >>> names, values = candidates(fb.FedAvg(fb.models.linear((2,), fb.models.Categorical(2))))
     >>> names, len(values), values[0]
-    (('tune.lr', 'tune.steps'), 11, (0.0, 0.0))
+    (('tune.lr', 'tune.steps'), 13, (0.001, 10.0))
     """
     default = {field.name: field.default for field in dataclasses.fields(algorithm)}
     grids = {name: grid for name, grid in algorithm.choices.items() if at(algorithm, name) == at(default, name)}
@@ -66,7 +66,7 @@ class Lanes(NamedTuple):
         >>> algorithm = fb.FedAvg(fb.models.linear((2,), fb.models.Categorical(2)))
         >>> lanes = Lanes.of(algorithm, candidates(algorithm))
         >>> lanes.lengths, lanes.length[:, 0].tolist(), lanes.members.tolist()
-        (('tune.steps',), [0.0, 10.0, 50.0], [1, 5, 5])
+        (('tune.steps',), [10.0, 50.0], [7, 6])
         """
         names, every = settings
         table, long = np.asarray(every, np.float32), np.array([isinstance(algorithm.choices[name], Lengths) for name in names])

@@ -4,7 +4,7 @@
     after round R_c    each of them, for few, some and many rows (5, 20, three quarters of its own), for each candidate c:
                            adapt with c on so many of its rows, ℓ_c = Σ log p(y | x) over its other rows
                        and sends Σ ℓ_c, Σ (ℓ_c − ℓ_0)² over rows and how many rows these are: sums, a few numbers in all
-    server             for each size the c whose Σ ℓ_c is largest; c = 0, which does not adapt, where none is ahead by an error
+    server             for each size the c whose Σ ℓ_c is largest; c = 0, which moves little, where none is ahead by an error
     rounds R_c + 1 …   everybody trains
 
 An algorithm declares candidates with its settings (`setting(…, choose=…)`). They are traced values of one program. A setting
@@ -45,6 +45,8 @@ MOST = 150
 """Rows that a client adapts with, at most."""
 SHARE, NEWCOMERS = 0.2, 10
 """The share of participants that are newcomers, and how many at most."""
+BETWEEN = 8.0
+"""Variance of a gain between newcomers, in units of its variance by rows: one newcomer is no evidence for others."""
 WHEN, LEAST = 0.8, 10
 """The share of rounds after which the choice is made, and the fewest rounds of a run in which one is."""
 FLOOR = -1e3
@@ -312,8 +314,11 @@ def _kept(one: Mapping[str, Any]) -> str:
     return "do not adapt" if first == STILL else str(first)
 
 
-def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
+def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS, newcomers: int = NEWCOMERS) -> Chosen:
     """The best candidate for each size, or the first where none is ahead of it by its standard error.
+
+    Sums do not tell how much a gain varies between newcomers, so a variance is added that is `BETWEEN` times that by rows, over
+    their number: of a single newcomer's scores a gain must be three standard errors large.
 
     Properties of the population are one choice for all sizes, by the sums over sizes, and may lie between candidates. Else a
     size that no newcomer has rows for takes the choice of the next smaller one, or of the next larger. Without any row, the
@@ -339,7 +344,9 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS) -> Chosen:
         best = int(np.argmax(mean))
         gain = mean[best] - mean[0]
         # A row that is scored again after another draw of rows to adapt with is no new row.
-        error = np.sqrt(max(square[size][best] / count[size] - gain**2, 0.0) * repeats / count[size])
+        error = np.sqrt(
+            max(square[size][best] / count[size] - gain**2, 0.0) * repeats / count[size] * (1 + BETWEEN / newcomers)
+        )
         best = best if gain > error else 0
         values.append(_between(settings, mean, best) if pooled and best else settings.values[best])
         gains.append(gain if best else 0.0)

@@ -167,7 +167,8 @@ class Simulation:
         calls = list(self._gather(self.plan.newcomers))
         # Newcomers one by one: the candidates of one fill a group, and loops then end with its own rows.
         outcomes = [self._run_vmap(choosing, key, down, call, width=1) for call in calls]
-        found = decided(self.algorithm, self._close(choosing, key, down, outcomes, calls).state, self.plan.repeats)
+        told = self._close(choosing, key, down, outcomes, calls).state
+        found = decided(self.algorithm, told, self.plan.repeats, len(self.plan.newcomers))
         self.choice = found.choice
         return found
 

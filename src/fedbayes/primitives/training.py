@@ -109,8 +109,8 @@ class Training:
         return optimisers.arguments(self.optimiser, momentum=self.momentum or None, weight_decay=self.weight_decay)
 
 
-TUNING = {"lr": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1), "steps": Lengths((0, 10, 50))}
-"""Candidates for a client's own training in `adapt`; the first, a step size of 0, leaves the model as it is."""
+TUNING = {"lr": (0.001, 0.0, 0.001, 0.003, 0.01, 0.03, 0.1), "steps": Lengths((10, 10, 50))}
+"""Candidates for a client's own training in `adapt`: first ten gentle steps; a step size of 0 leaves the model as it is."""
 
 
 def tuning(**settings: Any) -> Any:
