@@ -50,7 +50,7 @@ def setting(default: Any, *others: str, which: str = "", choose: Any = (), **lim
     """A field with other choices beside its default, or limits for a number; `which` says what the number does.
 
     A setting of `adapt` that a federation may choose has candidates in `choose`: numbers, the first of which is kept where none
-    is ahead of it, and mostly does not adapt at all; or, for settings inside a dataclass, a dict of such. See engine/choose.py.
+    is ahead of it, and moves a client little; or, for settings inside a dataclass, a dict of such. See engine/choose.py.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Pull:

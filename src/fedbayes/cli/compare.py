@@ -183,7 +183,7 @@ def choices(label: str, results: Mapping[str, Mapping[int, Mapping[str, Any]]]) 
         if told:
             sections.append([[Cell(name), *map(Cell, words)] for words in described_over(told)])
     headings = ["method", "to adapt with", "settings", "gain"]
-    caption = "gain: nats a row over not adapting, of the clients that chose; mean ± standard deviation over seeds"
+    caption = "gain: nats a row over the first candidate, of the clients that chose; mean ± standard deviation over seeds"
     return [Sheet(f"{label}: settings of adapt that the federation chose", caption, headings, sections)] if sections else []
 
 

@@ -14,7 +14,7 @@ from fedbayes.algorithm import AnyNetwork, Lengths
 
 
 class Candidates(NamedTuple):
-    """Settings to choose from; the first candidate is kept where none is ahead of it, and for most methods does not adapt."""
+    """Settings to choose from; the first candidate, which moves a client little, is kept where none is ahead of it."""
 
     names: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]

@@ -280,7 +280,7 @@ def _chosen(found: Sequence[Method]) -> list[Table]:
         rows += [[label, *words] for words in described_over(told)]
     caption = (
         "Settings of adapt, chosen by clients that had not trained yet; gain in nats a row over the first candidate, "
-        "which for most methods does not adapt"
+        "which moves a client little"
     )
     return [Table(("method", "to adapt with", "settings", "gain"), rows, caption, 3)] if rows else []
 
