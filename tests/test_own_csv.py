@@ -13,7 +13,7 @@ ROUNDS = 30
 LABELS = np.array(["blue", "green", "red"])
 QUICK = {
     "bpfed": ("--tune.lr", 0.01, "--tune.steps", 50),
-    "fedpop": ("--sigma", 0.4, "--temperature", 0),
+    "fedpop": ("--sigma", 0.4, "--level", 1, "--temperature", 0),
     "fedhb-niw": ("--tune.lr", 0.01, "--tune.steps", 50),
 }
 """Methods that `make test` tries, with settings of `adapt` that are given; `make test-all` lets the federation choose them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
     count = int(np.clip(effective / (8 * n + 8), 1, most))
     mean = weights @ z
     whole = _covariance(z, weights, mean)
-    root = np.linalg.cholesky(whole)
+    root = _root(whole)
     white = np.linalg.solve(root, (z - mean).T).T
     # The axes of the latents themselves, and those of the whitened points.
     lines = np.concatenate([white, (z - mean) / np.sqrt(np.diagonal(whole))], axis=1)
@@ -101,7 +102,7 @@ def fitted(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
             own = (away * scaled[:, None]).T @ away / shares[k]
             strength = pull / (shares[k] + pull)
             own = (1 - strength) * own + strength * whole / count ** (2 / n)
-            components.append(Component(float(shares[k] / shares.sum()), centre, np.linalg.cholesky(own), DEGREES))
+            components.append(Component(float(shares[k] / shares.sum()), centre, _root(own), DEGREES))
         if step == STEPS - 1:
             break
         logs = np.stack([math.log(one.share) + one.log_density(z) for one in components], axis=1)
@@ -137,7 +138,7 @@ def tails(z: Points, weights: Float[np.ndarray, " s"], most: int) -> Mixture:
         stretch = np.ones(len(sd))
         stretch[column] = 2.0
         centre[column] += sign * spread
-        found.append(Component(1.0, centre, np.linalg.cholesky(own * np.outer(stretch, stretch)), DEGREES))
+        found.append(Component(1.0, centre, _root(own * np.outer(stretch, stretch)), DEGREES))
     return scaled(found, 1 / max(len(found), 1))
 
 
@@ -153,7 +154,7 @@ def surrogate(z: Points, log_p: Float[np.ndarray, " s"], weights: Float[np.ndarr
     if 1 / np.sum(weights**2) < 1.5 * terms or kept.sum() < 2 * terms:
         return None
     mean = weights @ z
-    root = np.linalg.cholesky(_covariance(z, weights, mean))
+    root = _root(_covariance(z, weights, mean))
     white = np.linalg.solve(root, (z[kept] - mean).T).T
     design = np.concatenate([np.ones((len(white), 1)), white, white[:, rows] * white[:, columns]], axis=1)
     scale = np.sqrt(weights[kept])[:, None]
@@ -169,10 +170,22 @@ def surrogate(z: Points, log_p: Float[np.ndarray, " s"], weights: Float[np.ndarr
     far = np.sqrt(np.sum(top**2))
     reach = REACH * math.sqrt(n)
     top = top * min(1.0, reach / far) if far > 0 else top
-    return Component(1.0, mean + root @ top, np.linalg.cholesky(root @ (vectors / values @ vectors.T) @ root.T), DEGREES)
+    return Component(1.0, mean + root @ top, _root(root @ (vectors / values @ vectors.T) @ root.T), DEGREES)
 
 
 def _covariance(z: Points, weights: Float[np.ndarray, " s"], mean: Float[np.ndarray, " n"]) -> Matrix:
     away = z - mean
     found = (away * weights[:, None]).T @ away
     return found + 1e-8 * np.diag(np.diagonal(found)) + 1e-30 * np.eye(len(mean))
+
+
+def _root(matrix: Matrix) -> Matrix:
+    """The Cholesky factor of a covariance; where rounding leaves that indefinite, of one with a little more on its diagonal.
+
+    >>> _root(np.ones((2, 2))).round(3).tolist()
+    [[1.0, 0.0], [1.0, 0.0]]
+    """
+    for more in (0.0, *np.logspace(-12, 0, 7)):
+        with contextlib.suppress(np.linalg.LinAlgError):
+            return np.linalg.cholesky(matrix + more * np.diag(np.diagonal(matrix)))
+    return np.diag(np.sqrt(np.diagonal(matrix)))

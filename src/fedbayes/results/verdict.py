@@ -47,6 +47,9 @@ OWN = 0.05
 RHAT, SKEW, KURTOSIS, DIVERGENT = 1.1, 1.0, 3.0, 0.01
 """Of chains and tilted marginals, where that is all there is to judge by."""
 
+NAMED = 3
+"""Numbers that a sentence names, at most."""
+
 Correct = Literal["auto"] | bool
 
 
@@ -107,11 +110,12 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
 def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, Any]:
     """The worst difference between q and weighted draws: of a mean in standard deviations, of a standard deviation as a factor.
 
-    `noise` is what the silos' own Monte Carlo draws make of it; `error` is the worst of both differences.
+    `noise` is what the silos' own Monte Carlo draws make of it; `error` is the worst of both differences; `bent` are the numbers
+    whose weighted draws are skewed where q is Gaussian.
     """
     random = np.random.default_rng([case.seed, 99])
     own, right = case.numbers(sampler.normal.draw(random, 4000)), case.numbers(reference.z)
-    worst: dict[str, Any] = {"shift": 0.0, "shift_of": None, "ratio": 1.0, "ratio_of": None, "noise": 0.0}
+    worst: dict[str, Any] = {"shift": 0.0, "shift_of": None, "ratio": 1.0, "ratio_of": None, "noise": 0.0, "bent": []}
     for name, values in right.items():
         of_q, values = _bounded(np.asarray(own[name], float), np.asarray(values, float), reference.weights)
         mean, sd = moments(values, reference.weights)
@@ -125,6 +129,8 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         one, other = (moments(values, half) for half in reference.halves)
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
+        if f"{name} on the real line" not in right and abs(_skewness(values, reference.weights)) > SKEW:
+            worst["bent"].append(name)
     first, second = reference.halves
     jagged = float(np.std(first - second) * len(first)) if len(first) else 0.0
     return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"]))), "jagged": jagged}
@@ -154,6 +160,11 @@ def moments(values: np.ndarray, weights: Float[np.ndarray, " s"]) -> tuple[float
     values, weights = np.asarray(values, float)[kept], weights[kept]
     mean = float(weights @ values)
     return mean, math.sqrt(max(float(weights @ (values - mean) ** 2), 0.0))
+
+
+def _skewness(values: np.ndarray, weights: Float[np.ndarray, " s"]) -> float:
+    mean, sd = moments(values, weights)
+    return float(weights @ ((values - mean) / sd) ** 3)
 
 
 def rise(bounds: Sequence[float]) -> tuple[float, float] | None:
@@ -263,7 +274,7 @@ def _verdict(
         after = f" after {reference.rounds} evidence rounds" if reference.rounds > 1 else ""
         reasons = [f"the importance weights of draws of Z_G cannot be trusted{after} ({said})", *(unfinished or noisy or shape)]
     if word == GOOD and case.health.get("rhat", 1.0) > RHAT:
-        word, reasons = NOT_CONVERGED, unfinished
+        word, reasons = NOT_CONVERGED, [*unfinished, *differs]
     own = checks.get("own", {})
     off = max(own.get("moved", 0), own.get("scaled", 0))
     local = "not checked" if not own else (TOO_SMALL if off > OWN * own["latents"] else GOOD)
@@ -279,6 +290,9 @@ def _differs(apart: dict[str, Any]) -> list[str]:
         found.append(f"q's mean of {apart['shift_of']} is off by {apart['shift']:.2f} sd")
     if abs(math.log(apart["ratio"])) > ASK:
         found.append(f"q's sd of {apart['ratio_of']} is {apart['ratio']:.2f} of the right one")
+    if bent := apart["bent"]:
+        more = f" and {len(bent) - NAMED} more" if len(bent) > NAMED else ""
+        found.append(f"not Gaussian: {', '.join(bent[:NAMED])}{more}")
     return found
 
 
