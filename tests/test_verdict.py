@@ -19,7 +19,7 @@ from fedbayes.models.structured import Structured
 from fedbayes.primitives import evidence, gaussian
 from fedbayes.primitives.variational import Family, Shared, Silo
 from fedbayes.results.coordinates import Standardised
-from fedbayes.results.correction import Sampler, corrected
+from fedbayes.results.correction import Corrected, Sampler, corrected
 from fedbayes.results.structured_text import is_warning, verdict
 from fedbayes.results.verdict import VERDICTS, Case, assess, moments
 
@@ -303,3 +303,16 @@ def test_seven_scales_that_touch_zero_among_twenty_latents_have_their_tails():
     assert found.enough
     assert ratio.min() > 0.85, ratio
     assert ratio.max() < 1.15, ratio
+
+
+@pytest.mark.parametrize(("khat", "rounds"), [(0.5, 6), (0.9, 4)])
+def test_weights_that_are_reliable_and_too_few_get_more_rounds(khat, rounds):
+    class Slow:
+        rounds = 0
+
+        def round(self):
+            self.rounds += 1
+            even = np.full(10, 0.1)
+            return Corrected(np.zeros((10, 20)), even, khat, 150.0 * self.rounds, self.rounds, 0, (even, even))
+
+    assert corrected(Slow()).rounds == rounds  # of twenty latents, 800 effective draws are enough

@@ -34,7 +34,7 @@ from fedbayes.results.mixtures import Component, Mixture, Points
 from fedbayes.trees import quietly
 
 ROUNDS = 4
-"""Evidence rounds of a correction, at most."""
+"""Evidence rounds of a correction; up to twice as many where the weights are reliable and only too few."""
 MOST = 40
 """Global latents up to which a correction is tried."""
 ENOUGH = 1000
@@ -350,9 +350,15 @@ def _power(weights: Float[np.ndarray, " s"], exponent: float) -> Float[np.ndarra
 
 
 def corrected(sampler: Sampler, rounds: int = ROUNDS, least: int = 1) -> Corrected:
-    """Rounds until the weights are good, at least and at most so many in all."""
+    """Rounds until the weights are good, at least and at most so many; twice as many where they are reliable but too few."""
     found = sampler.weighed() if sampler.rounds else sampler.round()
-    while sampler.rounds < least or (sampler.rounds < rounds and not (found.khat <= TRUSTED and found.ess >= ENOUGH)):
+
+    def go_on() -> bool:
+        if sampler.rounds < rounds:
+            return not (found.khat <= TRUSTED and found.ess >= ENOUGH)
+        return sampler.rounds < 2 * rounds and found.reliable and not found.enough
+
+    while sampler.rounds < least or go_on():
         found = sampler.round()
     return found
 

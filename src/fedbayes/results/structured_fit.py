@@ -127,8 +127,8 @@ class SiloFit:
         """Mend what a Gaussian q(Z_G) cannot represent, and keep the draws, which `draws` and `posterior` then give.
 
         Each evidence round asks every silo for log p(y_j | Z_G) at `points` draws of Z_G, by `inner` draws of its own latents;
-        the draws of the next come from a mixture fitted to the weighted ones so far. It is refused where the weights cannot be
-        trusted in the end.
+        the draws of the next come from a mixture fitted to the weighted ones so far. There are at most `rounds`, and up to twice
+        as many where the weights can be trusted and are only too few. It is refused where they cannot be trusted in the end.
         """
         found, n = mended(self.sampler(points, inner, seed), self._tilted(seed), rounds), self.shared.eta.mean.size
         if found is None:

@@ -49,6 +49,8 @@ RHAT, SKEW, KURTOSIS, DIVERGENT = 1.1, 1.0, 3.0, 0.01
 
 NAMED = 3
 """Numbers that a sentence names, at most."""
+REAL = " on the real line"
+"""After the name of a constrained latent, its unconstrained coordinate (`structured_fit.global_numbers`)."""
 
 Correct = Literal["auto"] | bool
 
@@ -110,8 +112,8 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
 def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, Any]:
     """The worst difference between q and weighted draws: of a mean in standard deviations, of a standard deviation as a factor.
 
-    `noise` is what the silos' own Monte Carlo draws make of it; `error` is the worst of both differences; `bent` are the numbers
-    whose weighted draws are skewed where q is Gaussian.
+    `noise` is what the silos' own Monte Carlo draws make of it, `error` the worst of both differences, and `bent` names the
+    numbers whose weighted draws are skewed where q is Gaussian.
     """
     random = np.random.default_rng([case.seed, 99])
     own, right = case.numbers(sampler.normal.draw(random, 4000)), case.numbers(reference.z)
@@ -129,8 +131,8 @@ def compared(case: Case, sampler: Sampler, reference: Corrected) -> dict[str, An
         one, other = (moments(values, half) for half in reference.halves)
         noise = max(abs(one[0] - other[0]) / sd, abs(math.log(max(one[1], 1e-30) / max(other[1], 1e-30)))) / 2
         worst["noise"] = float(max(worst["noise"], noise))
-        if f"{name} on the real line" not in right and abs(_skewness(values, reference.weights)) > SKEW:
-            worst["bent"].append(name)
+        if f"{name}{REAL}" not in right and abs(_skewness(values, reference.weights)) > SKEW:
+            worst["bent"].append(name.removesuffix(REAL))
     first, second = reference.halves
     jagged = float(np.std(first - second) * len(first)) if len(first) else 0.0
     return worst | {"error": max(worst["shift"], abs(math.log(worst["ratio"]))), "jagged": jagged}
@@ -292,7 +294,7 @@ def _differs(apart: dict[str, Any]) -> list[str]:
         found.append(f"q's sd of {apart['ratio_of']} is {apart['ratio']:.2f} of the right one")
     if bent := apart["bent"]:
         more = f" and {len(bent) - NAMED} more" if len(bent) > NAMED else ""
-        found.append(f"not Gaussian: {', '.join(bent[:NAMED])}{more}")
+        found.append(f"not Gaussian{REAL}: {', '.join(bent[:NAMED])}{more}")
     return found
 
 
