@@ -127,7 +127,7 @@ class SiloFit:
         """Mend what a Gaussian q(Z_G) cannot represent, and keep the draws, which `draws` and `posterior` then give.
 
         Each evidence round asks every silo for log p(y_j | Z_G) at `points` draws of Z_G, by `inner` draws of its own latents;
-        the draws of the next come from a mixture fitted to the weighted ones so far. There are at most `rounds`, and up to twice
+        the draws of the next come from a mixture fitted to the weighted ones so far. At most `rounds`, and up to twice
         as many where the weights can be trusted and are only too few. It is refused where they cannot be trusted in the end.
         """
         found, n = mended(self.sampler(points, inner, seed), self._tilted(seed), rounds), self.shared.eta.mean.size
