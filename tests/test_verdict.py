@@ -251,6 +251,18 @@ def test_where_silos_cannot_be_asked_the_training_is_judged(health, expected):
     assert found["next"]
 
 
+def test_tails_that_q_lacks_are_corrected_where_its_moments_seem_right():
+    """A t density with four degrees of freedom, to which q's standard deviation is fitted: k̂ is large and the error small."""
+    longer = case(why_not="")._replace(log_prior=lambda z: -2.5 * np.log1p(z[:, 0] ** 2 / 2))
+    found = assess(longer)
+    assert found.verdict["checks"]["khat"] > 0.5
+    assert abs(math.log(assess(longer, correct=False).verdict["checks"]["ratio"])) < 0.1
+    assert found.verdict["checks"]["corrected"]
+    mean, sd = moments(found.corrected.z[:, 0], found.corrected.weights)
+    assert abs(mean) < 0.05
+    assert sd == pytest.approx(1.0, rel=0.05)  # √2 times the scale √½
+
+
 def test_the_silos_evidence_decides_where_there_is_one():
     assert assess(case(why_not="", health=HEALTHY | {"skew": 1.8})).verdict["verdict"] == "good"
     assert assess(case(why_not="", health=HEALTHY | {"rhat": 1.4})).verdict["verdict"] == "not converged"

@@ -38,6 +38,9 @@ SHIFT, RATIO = 0.25, 1.25
 """A mean that is off by more standard deviations, or a standard deviation by more than this factor, is warned of."""
 ASK = 0.1
 """An error, in either, from which on a correction is worth its rounds."""
+HEAVY, EVEN = 0.5, 0.95
+"""k̂ of q's draws above which their weights have no variance, so that they understate the tails that q lacks; and the effective
+share from which on weights are so even that k̂ says nothing."""
 NOISY = 0.2
 """Monte Carlo noise, in standard deviations, that is warned of."""
 JAGGED = 1.0
@@ -97,7 +100,9 @@ def assess(case: Case, correct: Correct = "auto") -> Assessed:
     found = sampler.round()
     checks = _of_q(sampler) | {"reference": _described(found), **_own(case, sampler)}
     apart = compared(case, sampler, found)
-    wanted = correct is True or (correct == "auto" and not (found.reliable and apart["error"] <= ASK))
+    light = checks["ess"] < EVEN and (checks["khat"] is None or checks["khat"] > HEAVY)
+    close = found.reliable and apart["error"] <= ASK and not light
+    wanted = correct is True or (correct == "auto" and not close)
     better = mended(sampler, case.tilted) if wanted else None
     if better is not None:
         found = better
