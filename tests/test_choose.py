@@ -216,7 +216,8 @@ def test_newcomers_do_not_train_until_the_choice(algorithm, different):
     assert not np.isin(plan.newcomers, simulation.chosen(8)).any()
     assert np.isin(plan.newcomers, simulation.chosen(9)).all()
     assert Plan.of(algorithm, 0, different.participants, 9) is None
-    assert Plan.of(algorithm, 0, different.participants[:1], ROUNDS) is None
+    assert Plan.of(algorithm, 0, different.participants[:7], ROUNDS) is None  # a single newcomer says nothing of others
+    assert len(Plan.of(algorithm, 0, different.participants[:8], ROUNDS).newcomers) == 2
 
 
 def test_what_leaves_a_newcomer_are_sums(algorithm, different):

@@ -24,6 +24,7 @@ from fedbayes.deploy.processes import Federation, federation
 from fedbayes.deploy.site import Site
 from fedbayes.deploy.template import write_project
 from fedbayes.deploy.tls import make_key
+from fedbayes.engine import choose
 from fedbayes.engine.choose import LEAST
 from fedbayes.engine.clients import Simulation
 from fedbayes.engine.silos import SiloSimulation
@@ -173,9 +174,13 @@ def test_two_real_sites_give_the_simulators_state(name, running, tmp_path):
         assert verdict["checks"]["ess"] > 0  # of the draws that the sites' evidence weighs
 
 
-def test_two_real_sites_choose_settings_of_adapt_as_the_simulator(running, tmp_path):
-    """One site trains, the other scores candidates after round 8; both train and are scored with the choice after that."""
+def test_two_real_sites_choose_settings_of_adapt_as_the_simulator(running, tmp_path, monkeypatch):
+    """One site trains, the other scores candidates after round 8; both train and are scored with the choice after that.
+    Two sites are too few for a choice by themselves, so that everybody here lets a single newcomer choose."""
     folder, server = project(tmp_path / "project", "fedavg", rounds=LEAST), tmp_path / "server"
+    module = folder / "federation" / "experiment.py"
+    module.write_text("from fedbayes.engine import choose\n\nchoose.ENOUGH = 1\n" + module.read_text())
+    monkeypatch.setattr(choose, "ENOUGH", 1)
     running.run({"out": str(server)}, wait=2 * WAIT, project=folder)
     experiment = experiment_of(folder)
     fit = fb.simulate(experiment.algorithm, rows(), LEAST, seed=5, clients="loop")

@@ -173,7 +173,7 @@ def test_laplace_adapts_to_the_conjugate_posterior_of_a_linear_model(likelihood)
 
 
 def test_laplace_takes_traced_settings_and_a_width_of_zero_is_the_shared_network(model, clients):
-    algorithm = FedPop(model, draws=2)
+    algorithm = FedPop(model, level=1.0, draws=2)
     simulation = Simulation(algorithm.planned(3), clients)
     down, data = simulation.down(), jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), clients.train([2], 16))
 
@@ -197,7 +197,7 @@ def test_laplace_takes_traced_settings_and_a_width_of_zero_is_the_shared_network
 def test_relative_spread_finds_the_feature_in_which_clients_differ():
     """Σ(ẑ − μ) and Σ(ẑ − μ)² of many clients whose heads differ in one feature; few clients say little, one says nothing."""
     model = mlp((4,), Categorical(3), hidden=(2,))
-    algorithm = FedPop(model, spread="feature", prior_step=1.0)
+    algorithm = FedPop(model, level=1.0, spread="feature", prior_step=1.0)
     state = algorithm.init_server(jax.random.key(0))
 
     def found(count):

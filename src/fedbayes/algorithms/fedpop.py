@@ -5,10 +5,11 @@
 `form="laplace"`, the default, learns φ and μ as one network and fits a client's head by Laplace's approximation:
 
     client:  epochs on −1/n Σ log p(y | x, φ, μ) over φ and μ together
+             of classes, every few rounds, log p(its rows | τ) for a few widths τ of the biases' prior (primitives/levels.py)
              with spread="feature" also its own mode ẑ_i under N(μ, σ² V), of which it sends ẑ_i − μ and (ẑ_i − μ)²
-    server:  φ, μ ← means of the φ_i, μ_i by rows;   V ← variance of the ẑ_i around their mean, see below
+    server:  φ, μ ← means of the φ_i, μ_i by rows;   τ² ← E[τ² | clients];   V ← variance of the ẑ_i around their mean
     adapt:   ẑ = argmax Σ log p(y | x, φ, z) − Σ (z − μ)² / 2σ²V  by Newton,   draws of z from N(ẑ, T H⁻¹)
-             H = JᵀWJ + diag(1/σ²V), J = ∂outputs/∂z, W the Fisher information of a row's outputs
+             H = JᵀWJ + diag(1/σ²V), 1/τ² for biases of classes; J = ∂outputs/∂z, W the Fisher information of a row's outputs
 
 With mixture=True, σ is uncertain: p(z) = Σ_k π_k N(μ, σ_k² V) with σ_k from 0 to 1.6 and π_k ∝ e^bk, and a client's own rows
 weigh the components (primitives/widths.py). A client that is like the others stays near μ and one that is not moves far, where
@@ -20,8 +21,9 @@ H is not approximated further: with a dense head and a normal likelihood of know
 for all weights (spread="one"), or one number for each feature: the variance of the ẑ_i, averaged over the outputs, relative to
 its mean over all weights, shrunk towards 1 as `PSEUDO` clients would and damped by `prior_step`. So σ is the root mean square
 of the spread in either case. At T = 1 directions that no row determines keep the prior's whole width, so only a narrow prior
-predicts well; at T = 0, modes alone, a wide one often does. Biases of classes, whose prior is `level` times as wide, are a
-client's own shares of the classes: a few rows settle them, where they say little of the other weights.
+predicts well; at T = 0, modes alone, a wide one often does. Biases of classes are a client's own shares of the classes: a few
+rows settle them, where they say little of the other weights, so their width τ is another one. All participants tell it, also
+where newcomers are too few to choose σ.
 
 A client keeps nothing while it trains. Without `adapt` it predicts with μ, one draw: outputs of heads drawn from a wide
 N(μ, σ² V) would be noise.
@@ -55,9 +57,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 from fedbayes import trees
 from fedbayes.algorithm import Data, Mean, OfPopulation, Params, Sum, setting
 from fedbayes.errors import UserError
-from fedbayes.models import Normal
+from fedbayes.models import Categorical, Normal
 from fedbayes.models.beliefs import Beliefs, Marginals, of_draws, redrawn
-from fedbayes.primitives import laplace, widths
+from fedbayes.primitives import laplace, levels, widths
 from fedbayes.primitives.averaging import Stepping
 from fedbayes.primitives.training import Training, descend, drawn, fit, in_blocks, mean_loss, rows
 
@@ -68,13 +70,15 @@ PSEUDO = 10
 
 
 class Server(NamedTuple):
-    """The body φ, the population's μ and σ² or V of the head, the rounds behind them, the server's optimiser's state if any."""
+    """The body φ, the population's μ and σ² or V of the head, the rounds behind them, the server's optimiser's state if any; of
+    each width of the biases' prior how likely the participants' rows are under it."""
 
     phi: Params
     mu: Params
     variance: Params | None
     round: Int[Array, ""]
     optimiser: Any = None
+    levels: Float[Array, " widths"] | None = None
 
 
 class Local(NamedTuple):
@@ -86,18 +90,21 @@ class Local(NamedTuple):
 
 
 class Down(NamedTuple):
-    """φ, the population prior and this round's step size."""
+    """φ, the population prior with τ² where that is learnt, this round's step size, and whether to tell of τ."""
 
     phi: Params
     mu: Params
     variance: Params | None
     lr: Float[Array, ""]
+    square: Float[Array, ""] | None = None
+    due: Bool[Array, ""] | None = None
 
 
 class Up(NamedTuple):
     """The client's φ and its training loss; of its head what its form sends, all else None.
 
-    laplace: the trained μ_i and the number of rows; with spread="feature" also the mode's distance from μ, its square, and 1.
+    laplace: the trained μ_i and the number of rows; of classes, every few rounds, log p(rows | τ) for each width; with
+    spread="feature" also the mode's distance from μ, its square, and 1.
     langevin: the mean of the kept heads and of their squared distance from μ.
     """
 
@@ -108,6 +115,7 @@ class Up(NamedTuple):
     distance: Mean[Params | None] = None
     clients: Sum[Float[Array, ""] | None] = None
     weight: Sum[Float[Array, ""] | None] = None
+    levels: Sum[Float[Array, " widths"] | None] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +146,12 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     sigma: float = setting(0.1, above=0, choose=(0.1, 0.0, 0.1, 0.2, 0.4, 0.8, 1.6))
     """σ of the population prior; with Langevin steps at the start."""
     level: float | None = setting(None, above=0)
-    """Laplace: how many times as wide the prior of the head's biases is. None: 10 for classes, as clients differ in how common
-    each class is before all else, and 1 for numbers."""
+    """Laplace: how many times as wide as σ the prior of the head's biases is. None: for classes its width τ is learnt, else 1;
+    with a mixture 10 for classes."""
     spread: Literal["one", "feature"] = setting("one", "feature")
     """Laplace: whether σ is the same for all weights, or clients send how far their heads spread in each feature."""
-    temperature: float | None = setting(None, least=0, choose=(0.1, 0.0, 0.1, 1.0))
-    """Laplace: T, which multiplies the posterior's covariance; 0 is the mode. None: 1 for numbers, 0 for mixtures, else 0.1."""
+    temperature: float | None = setting(None, least=0, choose=(1.0, 0.0, 0.1, 1.0))
+    """Laplace: T, which multiplies the posterior's covariance; 0 is the mode. None: 0 for mixtures, else 1."""
     noise: float = setting(1.0, above=0, which="multiplies a standard deviation", choose=(1.0, 1.0, 0.7, 0.5, 0.35, 0.25))
     """Laplace, where the noise of a number is learnt: c, the part of it that is left under a head of the client's own."""
     draws: int | None = setting(None, least=1)
@@ -177,7 +185,8 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         mu, phi = self._split(network)
         if self.form == "laplace":
             relative = None if self.spread == "one" else jax.tree.map(lambda leaf: jnp.ones_like(_by_feature(leaf)), mu)
-            return Server(phi, mu, relative, *self.server_step.start(network)[1:])
+            told = jnp.zeros(len(levels.WIDTHS)) if self._learns_level else None
+            return Server(phi, mu, relative, *self.server_step.start(network)[1:], told)
         phi, start, optimiser = self.server_step.start(phi)
         return Server(phi, mu, jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.sigma**2), mu), start, optimiser)
 
@@ -190,7 +199,10 @@ class FedPop(Stepping[Server, Local, Down, Up]):
 
     def broadcast(self, key: PRNGKeyArray, server: Server) -> Down:
         """φ, the population prior and the round's step size."""
-        return Down(server.phi, server.mu, server.variance, self.train.lr_of(server.round + 1))
+        down = Down(server.phi, server.mu, server.variance, self.train.lr_of(server.round + 1))
+        if server.levels is None:
+            return down
+        return down._replace(square=levels.square(server.levels), due=levels.due(server.round))
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Local epochs; with Langevin steps on the head before them, or the head's mode beside them."""
@@ -198,11 +210,12 @@ class FedPop(Stepping[Server, Local, Down, Up]):
             return self._langevin_client(key, down, local, data)
         network, loss = fit(self.model, trees.merge(down.phi, down.mu), self.train, key, data, down.lr)
         z, phi = self._split(network)
+        told = None if down.due is None else jax.lax.cond(down.due, self._told, levels.nothing, down, data)
         if self.spread == "one":
-            return Up(phi, z, None, loss, weight=rows(data)), local
+            return Up(phi, z, None, loss, weight=rows(data), levels=told), local
         distance = jax.tree.map(jnp.subtract, laplace.mode(self.head(down, data)), down.mu)
         square = jax.tree.map(jnp.square, distance)
-        return Up(phi, z, square, loss, distance, jnp.float32(1), rows(data)), local
+        return Up(phi, z, square, loss, distance, jnp.float32(1), rows(data), told), local
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
         """The means, or a step towards them; a damped step of the prior's variance."""
@@ -211,7 +224,10 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         old, new = (trees.merge(one.phi, mu) for one, mu in ((server, server.mu), (up, up.z)))
         network, number, optimiser = self.server_step.next(old, server.round, server.optimiser, new)
         mu, phi = self._split(network)
-        return Server(phi, mu, self._relative(server.variance, up), number, optimiser)
+        told = server.levels
+        if told is not None and up.levels is not None:
+            told = levels.after(told, server.round, up.levels)
+        return Server(phi, mu, self._relative(server.variance, up), number, optimiser, told)
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Draws from the posterior of the head, φ as it is."""
@@ -279,7 +295,13 @@ class FedPop(Stepping[Server, Local, Down, Up]):
     def _T(self) -> Any:
         if self.temperature is not None:
             return self.temperature
-        return 0.0 if self.mixture else 1.0 if isinstance(self.model.likelihood, Normal) else 0.1
+        return 0.0 if self.mixture else 1.0
+
+    @property
+    def _learns_level(self) -> bool:
+        """Whether the biases' prior has a width of its own, which participants tell."""
+        plain = self.form == "laplace" and self.level is None and not self.mixture
+        return plain and isinstance(self.model.likelihood, Categorical)
 
     @property
     def _noisy(self) -> bool:
@@ -317,8 +339,18 @@ class FedPop(Stepping[Server, Local, Down, Up]):
         if self.form == "langevin":
             return jax.tree.map(jnp.ones_like, down.mu) if down.variance is None else down.variance
         relative = jax.tree.map(lambda leaf: jnp.float32(1), down.mu) if down.variance is None else down.variance
-        level = (1.0 if isinstance(self.model.likelihood, Normal) else 10.0) if self.level is None else self.level
-        return jax.tree.map(lambda v, mu: square * v * (level**2 if mu.ndim == 1 else 1.0), relative, down.mu)
+        level = (
+            (10.0 if self.mixture and isinstance(self.model.likelihood, Categorical) else 1.0)
+            if self.level is None
+            else self.level
+        )
+        own = square * level**2 if down.square is None else down.square  # of biases
+        return jax.tree.map(lambda v, mu: v * (own if mu.ndim == 1 else square), relative, down.mu)
+
+    def _told(self, down: Down, data: Data) -> Float[Array, " widths"]:
+        """log p(rows | τ) for each width τ, by the model that was received, which has seen these rows least."""
+        head = self.head(down, data)
+        return levels.evidence(head.outputs(down.mu), head.y, head.mask)
 
     @property
     def _square(self) -> Float[Array, ""]:
@@ -332,12 +364,14 @@ class FedPop(Stepping[Server, Local, Down, Up]):
             return None
         spread = jax.tree.map(lambda square, mean: jnp.maximum(square - mean**2, 0.0), up.square, up.distance)
         leaves = jax.tree.leaves(spread)
+        leaves = [leaf for leaf in leaves if leaf.ndim > 1 or not self._learns_level]  # else biases have a τ
         mean = sum(jnp.sum(leaf) for leaf in leaves) / sum(leaf.size for leaf in leaves)
         share = (up.clients - 1) / (up.clients - 1 + PSEUDO)  # one client says nothing of a spread
 
         def step(old: Array, spread: Array) -> Array:
             found = jnp.where(mean > 0, _by_feature(spread) / jnp.where(mean > 0, mean, 1.0), 1.0)
-            return old + self.prior_step * (1 + share * (found - 1) - old)
+            new = old + self.prior_step * (1 + share * (found - 1) - old)
+            return old if spread.ndim == 1 and self._learns_level else new
 
         return jax.tree.map(step, old, spread)
 

@@ -45,8 +45,10 @@ MOST = 150
 """Rows that a client adapts with, at most."""
 SHARE, NEWCOMERS = 0.2, 10
 """The share of participants that are newcomers, and how many at most."""
+ENOUGH = 2
+"""Newcomers from which on a choice is made: a single one says nothing of others, and its rows are missed in the training."""
 BETWEEN = 8.0
-"""Variance of a gain between newcomers, in units of its variance by rows: one newcomer is no evidence for others."""
+"""Variance of a gain between newcomers, in units of its variance by rows."""
 WHEN, LEAST = 0.8, 10
 """The share of rounds after which the choice is made, and the fewest rounds of a run in which one is."""
 FLOOR = -1e3
@@ -108,11 +110,11 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, algorithm: AnyNetwork, seed: int, participants: np.ndarray, rounds: int) -> Plan | None:
-        """The plan of a run; None for a short run, a single client, or a method that declares no candidates."""
+        """The plan of a run; None for a short run, few clients, or a method that declares no candidates."""
         seed = steps.checked_seed(seed)
-        if rounds < LEAST or len(participants) < 2 or not candidates(algorithm).names:
-            return None
         count = min(NEWCOMERS, max(1, round(SHARE * len(participants))))
+        if rounds < LEAST or len(participants) <= count or count < ENOUGH or not candidates(algorithm).names:
+            return None
         return cls(steps.take_part(seed, 0, participants, count), round(WHEN * rounds))
 
     @property
@@ -318,7 +320,7 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS, newcomers: 
     """The best candidate for each size, or the first where none is ahead of it by its standard error.
 
     Sums do not tell how much a gain varies between newcomers, so a variance is added that is `BETWEEN` times that by rows, over
-    their number: of a single newcomer's scores a gain must be three standard errors large.
+    their number: of two newcomers' scores a gain must be √5 standard errors large.
 
     Properties of the population are one choice for all sizes, by the sums over sizes, and may lie between candidates. Else a
     size that no newcomer has rows for takes the choice of the next smaller one, or of the next larger. Without any row, the

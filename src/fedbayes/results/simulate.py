@@ -140,8 +140,8 @@ def simulate_clients(
             `result["average"]`, as some papers report.
         modes: Which of global, personal and adapted to score; by default all that the algorithm has. adapted:5 is after `adapt`
             on five rows.
-        choose: Let the federation choose settings of `adapt`, in runs of ten rounds or more: a fifth of the participants joins
-            the training late, and scores candidates as newcomers do (`fedbayes.engine.choose`).
+        choose: Let the federation choose settings of `adapt`, in runs of ten rounds and eight participants or more: a fifth of
+            them joins the training late, and scores candidates as newcomers do (`fedbayes.engine.choose`).
         folder: Where to keep the run; without one, nothing is written.
         resume: Go on from the folder's checkpoint.
         force: Start over in a folder that holds a run.

@@ -67,7 +67,7 @@ class RunOptions:
     likelihood: Literal["categorical", "bernoulli", "normal", "poisson"] | None = None
     """What the network's outputs mean; by default it follows from the target."""
     choose: bool = True
-    """Let the federation choose settings of adapt that are not given, in runs of ten rounds or more."""
+    """Let the federation choose settings of adapt that are not given, in runs of ten rounds and eight participants or more."""
     modes: tuple[str, ...] = ()
     """Evaluation modes, such as global adapted:5 adapted, the latter after adapt on five rows or all; by default all."""
     loop: bool = False
