@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import jax
 import newcomers_evidence
 import numpy as np
 
@@ -227,6 +228,7 @@ def main() -> int:
                 if (name, method, seed) in rows() and not options.again:
                     continue
                 found = cell(name, method, seed)
+                jax.clear_caches()  # what was compiled for a cell serves no other
                 with OUT.open("a") as file:
                     file.write(json.dumps(found) + "\n")
                 if "refused" in found:

@@ -5,6 +5,7 @@ import logging
 import arviz as az
 import jax
 import jax.numpy as jnp
+import nested
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -33,11 +34,23 @@ def test_exact_on_a_conjugate_hierarchy(hierarchy):
 
 
 @pytest.mark.slow
-def test_more_draws_more_digits():
-    algorithm = fb.EP(population, silo, draws=2000, most=8000, tolerance=0.01)
-    q = fb.simulate(algorithm, partition(4, 4, 4)).shared.eta
-    assert float(abs(q.mean[0] - MEAN)) < 0.02 * DEVIATION
-    assert float(jnp.exp(q.log_scale[0])) == pytest.approx(DEVIATION, rel=0.02)
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_on_a_nested_normal_model(seed):
+    q = fb.fit(nested.population, nested.silo, nested.DATA, seed=seed).shared.eta
+    assert float(abs(q.mean[0] - nested.MEANS[0])) < 0.05 * nested.DEVIATIONS[0]
+    assert float(jnp.exp(q.log_scale[0])) == pytest.approx(nested.DEVIATIONS[0], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["hierarchy", "nested"])
+def test_more_draws_more_digits(model):
+    functions, data, mean, deviation = {
+        "hierarchy": ((population, silo), partition(4, 4, 4), MEAN, DEVIATION),
+        "nested": ((nested.population, nested.silo), nested.DATA, nested.MEANS[0], nested.DEVIATIONS[0]),
+    }[model]
+    q = fb.simulate(fb.EP(*functions, draws=2000, most=8000, tolerance=0.01), data).shared.eta
+    assert float(abs(q.mean[0] - mean)) < 0.02 * deviation
+    assert float(jnp.exp(q.log_scale[0])) == pytest.approx(deviation, rel=0.02)
 
 
 def test_it_stops_by_itself_and_says_so(hierarchy):

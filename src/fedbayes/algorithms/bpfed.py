@@ -6,15 +6,17 @@
     client:  from q = π_i, for each minibatch, a step of q = N(μ_η, σ_η²) N(μ_ζ, σ_ζ²), both parts together, on
              Q_i = −n/b 1/M Σ_j Σ_m log p(D_i^j | φ_m, θ_m) + KL(q ‖ π_i),   φ_m, θ_m ~ q            (8–10)
              with `reinforce`, then one of a copy of π_i on the divergence alone, KL(q ‖ copy)        (11)
+             under the population's prior the personal part of q begins at m with the deviations of the start, not with v
              it keeps η_i and sends ζ_i, of q or, with `reinforce`, of that copy
     server:  ζ^{t+1} = 1/S Σ_i ζ_i,  means and deviations alike
-             m = mean of μ_i,  v = mean of (σ_i² + μ_i²) − m²  over clients
+             m = mean of μ_i,  v = mean of (σ_i² + μ_i²) − m²,  over the round's clients, or with prior="last" over all
     adapt:   (10) on the client's rows from the same prior, in one round or more: both parts, or the personal part alone under ζ
-    a client without an η of its own predicts with η = N(m, v)
+    a client without an η of its own predicts as q begins, with prior="last" with N(m, v)
 
 Under the population's prior, rows that come back are counted once, and m is trained as a shared last layer is. Under the last
 posterior they are counted again in each round, deviations fall, and clients with few labels each train a last layer whose
-mean over clients predicts badly. m and v are learnt from sums (`primitives.population`); with population=False, as in the
+mean over clients predicts badly. Draws of width v would be noise: v has what clients disagree about, weight by weight, and a
+round that begins with it unlearns its last layer. m and v are learnt from sums (`primitives.population`); with population=False, as in the
 paper, no number of η leaves a client, its prior is "last", and a new client's η is random.
 
 `BPFed.paper` has the published settings: prior="last", kl = 1, (11), Adam, and `adapt` of the personal part alone. The mean of
@@ -130,7 +132,8 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     reinforce: bool = False
     """With True, a copy of the prior follows q by (11), and is sent and kept instead of q."""
     prior: Literal["population", "last"] = setting("population", "last")
-    """Prior of a client's η in each round, where the round also starts: the population's N(m, v), or its own last posterior."""
+    """Prior of a client's η in each round: the population's N(m, v), and the round starts at m; or its own last posterior, where
+    the round starts too."""
     alternate: bool = False
     """With True, a round moves the personal layers first, by `head`, then the shared ones, by `train`; else all together."""
     average: Literal["wasserstein", "plain", "precision"] = setting("wasserstein", "plain", "precision")
@@ -185,13 +188,13 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """Steps on (10) and (11) from the prior, on both parts or on one after the other."""
-        prior, zeta = self._prior(down, local), down.zeta
+        prior, start, zeta = self._prior(down, local), self._start(down, local), down.zeta
         if not self.alternate:
-            q, loss = self._fit(_merge(prior, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data, self.reinforce)
+            q, loss = self._fit(_merge(start, zeta), None, _merge(prior, zeta), self.train, down.lr, key, data, self.reinforce)
             eta, zeta = _split(q, self.personal)
         else:
             for_eta, for_zeta = jax.random.split(key)
-            eta, _ = self._fit(prior, zeta, prior, self.head, down.personal_lr, for_eta, data, self.reinforce)
+            eta, _ = self._fit(start, zeta, prior, self.head, down.personal_lr, for_eta, data, self.reinforce)
             zeta, loss = self._fit(zeta, eta, down.zeta, self.train, down.lr, for_zeta, data, self.reinforce)
         moments = None if down.population is None else population.sent(eta.mean, down.population.mean, self._variance(eta))
         up = Up(self._sent(zeta), jnp.float32(1) if self.uniform else rows(data), loss, moments)
@@ -202,20 +205,23 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         zeta, number, optimiser = self.server_step.next(server.zeta, server.round, server.optimiser, self._received(up.zeta))
         if server.population is None or up.population is None:
             return Server(zeta, number, optimiser)
-        return Server(zeta, number, optimiser, population.next(server.population, up.population, self.N))
+        # Where rounds start at the population, its mean is trained as ζ is: by the clients of the round alone.
+        behind = None if self.prior == "population" else self.N
+        return Server(zeta, number, optimiser, population.next(server.population, up.population, behind))
 
     def adapt(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> Local:
         """Fit both parts, or the personal one alone, from their prior; q is kept."""
-        start, zeta = self._prior(down, local), None if self.whole else down.zeta
-        q = _merge(start, down.zeta) if self.whole else start
+        prior, start, zeta = self._prior(down, local), self._start(down, local), None if self.whole else down.zeta
+        prior, q = (_merge(one, down.zeta) if self.whole else one for one in (prior, start))
 
-        def fitted(q: MeanField, key: PRNGKeyArray) -> MeanField:
-            return self._fit(q, zeta, q, self.tune, self.tune.lr_of(1), key, data, False)[0]
+        def fitted(q: MeanField, prior: MeanField, key: PRNGKeyArray) -> MeanField:
+            return self._fit(q, zeta, prior, self.tune, self.tune.lr_of(1), key, data, False)[0]
 
         if self.tune_rounds == 1:
-            q = fitted(q, key)
+            q = fitted(q, prior, key)
         else:
-            q = jax.lax.fori_loop(0, self.tune_rounds, lambda t, q: fitted(q, jax.random.fold_in(key, t)), q)
+            q = fitted(q, prior, jax.random.fold_in(key, 0))
+            q = jax.lax.fori_loop(1, self.tune_rounds, lambda t, q: fitted(q, q, jax.random.fold_in(key, t)), q)
         eta, zeta = _split(q, self.personal) if self.whole else (q, None)
         return Local(eta, jnp.bool_(True), zeta)
 
@@ -253,20 +259,31 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         return jax.tree.map(lambda rho: gaussian.deviation(rho) ** 2, eta.rho) if self.kl else None
 
     def _prior(self, down: Down, local: Local) -> MeanField:
-        """The prior of η, where its round starts."""
-        fresh = self.prior == "population" and local.own is not None
-        return self._begin(down, local._replace(own=jnp.bool_(False)) if fresh else local)
+        """The prior of η: the population's N(m, v), or what the client kept, where it has kept anything."""
+        kept = self.prior == "last"
+        return self._or_population(down, local, kept, None if down.population is None else down.population.variance)
+
+    def _start(self, down: Down, local: Local) -> MeanField:
+        """q of η where a round starts: the prior, or with the population's m, around which draws of width v would be noise."""
+        return self._prior(down, local) if self.prior == "last" else self._or_population(down, local, False, None)
 
     def _begin(self, down: Down, local: Local) -> MeanField:
-        """η; where the client has none, N(m, v) of the population, or without a prior m with the deviations of the start."""
-        if down.population is None or local.own is None:
+        """η that a client predicts with: its own, else that of a start."""
+        if self.prior == "last":
+            return self._prior(down, local)
+        return self._or_population(down, local, True, None)
+
+    def _or_population(self, down: Down, local: Local, kept: bool, variance: Params | None) -> MeanField:
+        """η where it is `kept` and the client has one, else N(m, v) of the population; without v, the deviations of the start."""
+        if down.population is None or (kept and local.own is None):
             return local.eta
-        mean, variance, _ = down.population
+        mean = down.population.mean
         if variance is None:
             rho = jax.tree.map(lambda leaf: jnp.full_like(leaf, self.rho), mean)
         else:
             rho = jax.tree.map(lambda v: gaussian.rho_of(jnp.sqrt(v)), variance)
-        return population.begin(local.own, local.eta, MeanField(mean, rho))
+        others = MeanField(mean, rho)
+        return population.begin(local.own, local.eta, others) if kept and local.own is not None else others
 
     def _fit(
         self,

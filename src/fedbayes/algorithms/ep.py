@@ -36,6 +36,8 @@ NEAR = 0.1
 """Standard deviations of the prior within which chains start: a wide prior's draws are far from any data."""
 BEYOND = 3.0
 """Standard errors beyond which a movement of q is more than noise."""
+SLACK = 1.5
+"""Times the tolerance: a run whose rounds are over has converged if q is within this."""
 
 
 class Noise(NamedTuple):
@@ -59,6 +61,7 @@ class Server(NamedTuple):
     moved: Float[Array, ""]
     noise: Float[Array, ""]
     converged: Bool[Array, ""]
+    done: Bool[Array, ""]
     checked: Checked
 
 
@@ -121,7 +124,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
     """Draws a chain in the first rounds."""
     most: int = setting(800, least=20)
     """Draws a chain in one round, at most."""
-    tolerance: float = setting(0.03, above=0)
+    tolerance: float = setting(0.02, above=0)
     """Monte Carlo noise of q, in its standard deviations, at which the run ends."""
     silos: int | None = fact("silos")
     """J, for runs in which not all silos answer; by default the silos of the run."""
@@ -145,10 +148,8 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         where = (
             jnp.full((), self.damping, float),
             jnp.full((), self.draws, float),
-            zero,
-            zero,
-            zero,
-            jnp.bool_(False),
+            *(zero, zero, zero),
+            *(jnp.bool_(False), jnp.bool_(False)),
             Checked(zero, zero, zero, zero),
         )
         return Server(prior, Shared(q, {}), jnp.zeros(self.rounds or 0), jnp.int32(0), *where)
@@ -240,7 +241,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         size = jnp.concatenate([jnp.abs(up.change.shift), jnp.abs(jnp.diagonal(up.change.precision)) / 2])
         error = jnp.sqrt(jnp.concatenate([up.noise.shift, up.noise.precision / 4]))
         moved, largest = jnp.max(size, initial=0.0), jnp.max(error, initial=0.0)
-        settled = (jnp.max(size / jnp.maximum(error, 1e-6), initial=0.0) < BEYOND) | (moved < self.tolerance)
+        settled = (jnp.max(size / jnp.maximum(error, 1e-6), initial=0.0) < BEYOND) | (moved < SLACK * self.tolerance)
         averaging = (part == 1) & (settled | (server.weight > 0) & (moved < 5 * largest))
         taken = down.draws * (1.0 if self.silos is None else up.silos / self.silos)
         weight = jnp.where(averaging, server.weight + taken, 0.0)
@@ -249,8 +250,10 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
         noise = largest * jnp.sqrt(taken / jnp.maximum(weight, taken))  # each round has its share of all draws
         enough = weight >= down.draws  # all silos have answered
         left = jnp.max(size - 2 * error, initial=0.0) * (1 - down.damping)  # of a movement beyond noise
-        converged = averaging & enough & (noise < self.tolerance) & (left < self.tolerance)
-        progress = (damping, draws, weight, moved, noise, converged, up.checked)
+        still = averaging & enough
+        worst = jnp.maximum(noise, left)
+        ends = (still & (worst < SLACK * self.tolerance), still & (worst < self.tolerance))
+        progress = (damping, draws, weight, moved, noise, *ends, up.checked)
         return Server(prior, Shared(q, {}), accepted, server.round + 1, *progress)
 
     def factors(self, server: Server) -> Natural:
@@ -259,7 +262,7 @@ class EP(StructuredAlgorithm[Server, Local, Down, Up]):
 
     def stopped(self, server: Server) -> Bool[Array, ""]:
         """Whether q has stopped moving, and its noise is below the tolerance."""
-        return server.converged
+        return server.done
 
     def health(self, server: Server, locals: dict[str, Local]) -> dict[str, Any]:
         """The state of the search, and of the silos' chains as far as they are known here."""

@@ -159,8 +159,8 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """Where deviations of q(θ) start, log(1 + e^ρ); only with γ > 0."""
     draws: int = setting(50, least=1)
     """Draws of β that a prediction averages."""
-    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9)
-    """A client's round."""
+    train: Training = Training(epochs=1, batch=50, lr=0.1, momentum=0.9, clip=10.0)
+    """A client's round. Without `clip` it diverges on clients of many rows, whose posteriors are narrow and step often."""
     server_lr: float = 1.0
     """Step size of the server; 3 is for rounds of one step, with several about 1 is enough."""
     server_momentum: float = 0.0

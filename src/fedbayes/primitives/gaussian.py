@@ -246,11 +246,12 @@ def draw(key: PRNGKeyArray, q: MeanField, pool: Float[Array, " m"] | None = None
     signs for each row and each column of a matrix. Over draws from one pool P, Σ a_dk ε_dk then has mean 0 and variance
     Σ a_dk² P_dk² in every direction a; magnitudes come back, at other weights. It takes a fraction of the time of new noise.
     """
-    noise = trees.normal_like(key, q.mean) if pool is None else _window(key, pool, q.mean)
+    noise = trees.normal_like(key, q.mean) if pool is None else window(key, pool, q.mean)
     return jax.tree.map(lambda mean, rho, e: mean + deviation(rho) * e, q.mean, q.rho, noise)
 
 
-def _window(key: PRNGKeyArray, pool: Float[Array, " m"], like: Any) -> Any:
+def window(key: PRNGKeyArray, pool: Float[Array, " m"], like: Any) -> Any:
+    """Noise for each weight from a pool; see `draw`."""
     leaves, structure = jax.tree.flatten(like)
     shapes = [(leaf.size // columns, columns) for leaf in leaves for columns in [leaf.shape[-1] if leaf.ndim > 1 else 1]]
     starts = np.cumsum([0, *(leaf.size for leaf in leaves)])

@@ -98,10 +98,7 @@ def follow(
     and the mean of `fit`.
     """
     optimiser = training.build(lr, model)
-    count = sum(leaf.size for leaf in jax.tree.leaves((q if drawn is None else drawn).mean))
-    pool = None
-    if count >= LARGE:
-        pool = jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (count + max(LARGE, count // 8),))
+    pool = noise_pool(key, (q if drawn is None else drawn).mean)
 
     def step(carry: Any, key: PRNGKeyArray, batch: Data) -> Any:
         q, w, of_q, of_w, total, count = carry
@@ -123,6 +120,14 @@ def follow(
     start = (q, w, optimiser.init(q), optimiser.init(w), jnp.float32(0), jnp.float32(0))
     q, w, _, _, total, count = local_steps(step, start, key, data, training.batch, training.passes(data))
     return q, w, total / jnp.maximum(count, 1)
+
+
+def noise_pool(key: PRNGKeyArray, like: Params) -> Float[Array, " m"] | None:
+    """Noise for the draws of all steps of a round; None where there are few weights."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(like))
+    if count < LARGE:
+        return None
+    return jax.random.normal(jax.random.fold_in(key, np.uint32(0xFFFFFFFF)), (count + max(LARGE, count // 8),))
 
 
 LEAST = -40.0
