@@ -38,6 +38,7 @@ TABLE = {
     "pfedbayes": lambda model: fb.PFedBayes(
         model, zeta=0.1, draws=3, train=fb.Training(2, "adam", 8, lr=0.02), tune=fb.Training(5, "adam", 8, lr=0.02)
     ),
+    "bayes-admm": lambda model: fb.BayesADMM(model, draws=3, train=fb.Training(2, batch=8, lr=0.1), tune=TUNE),
     "fedpop": lambda model: fb.FedPop(model, form="langevin", eta=0.01, sigma=0.5, adapt_steps=20, draws=3, train=TRAIN),
     "fedpop-laplace": lambda model: fb.FedPop(model, draws=3, train=TRAIN),
     "fedpop-feature": lambda model: fb.FedPop(model, spread="feature", temperature=0.1, draws=3, train=TRAIN),

@@ -16,8 +16,8 @@
 Under the population's prior, rows that come back are counted once, and m is trained as a shared last layer is. Under the last
 posterior they are counted again in each round, deviations fall, and clients with few labels each train a last layer whose
 mean over clients predicts badly. Draws of width v would be noise: v has what clients disagree about, weight by weight, and a
-round that begins with it unlearns its last layer. m and v are learnt from sums (`primitives.population`); with population=False, as in the
-paper, no number of η leaves a client, its prior is "last", and a new client's η is random.
+round that begins with it unlearns its last layer. m and v are learnt from sums (`primitives.population`); with
+population=False, as in the paper, no number of η leaves a client, its prior is "last", and a new client's η is random.
 
 `BPFed.paper` has the published settings: prior="last", kl = 1, (11), Adam, and `adapt` of the personal part alone. The mean of
 means and deviations is the Wasserstein barycentre of the clients' Gaussians; the other averages are options. In networks of
@@ -132,8 +132,8 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
     reinforce: bool = False
     """With True, a copy of the prior follows q by (11), and is sent and kept instead of q."""
     prior: Literal["population", "last"] = setting("population", "last")
-    """Prior of a client's η in each round: the population's N(m, v), and the round starts at m; or its own last posterior, where
-    the round starts too."""
+    """Prior of a client's η in each round: the population's N(m, v), and the round starts at m; or its own last posterior,
+    where the round starts too."""
     alternate: bool = False
     """With True, a round moves the personal layers first, by `head`, then the shared ones, by `train`; else all together."""
     average: Literal["wasserstein", "plain", "precision"] = setting("wasserstein", "plain", "precision")
@@ -274,7 +274,7 @@ class BPFed(Stepping[Server, Local, Down, Up], Populated[Server, Local, Down, Up
         return self._or_population(down, local, True, None)
 
     def _or_population(self, down: Down, local: Local, kept: bool, variance: Params | None) -> MeanField:
-        """η where it is `kept` and the client has one, else N(m, v) of the population; without v, the deviations of the start."""
+        """η where it is `kept` and the client has one, else N(m, v) of the population; without v, deviations of the start."""
         if down.population is None or (kept and local.own is None):
             return local.eta
         mean = down.population.mean

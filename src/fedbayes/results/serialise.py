@@ -24,10 +24,11 @@ from fedbayes.data.unlabelled import Unlabelled
 from fedbayes.errors import UserError
 from fedbayes.models import Bernoulli, Categorical, Model, Normal, Poisson, in_units
 from fedbayes.models.networks import NETWORKS
+from fedbayes.primitives.ivon import Ivon
 from fedbayes.primitives.optimisers import ServerStep
 from fedbayes.primitives.training import Training
 
-OPTIONS = {cls.__name__: cls for cls in (Training, ServerStep, Tempered, Bernoulli, Categorical, Normal, Poisson)}
+OPTIONS = {cls.__name__: cls for cls in (Training, Ivon, ServerStep, Tempered, Bernoulli, Categorical, Normal, Poisson)}
 """Dataclasses beside the algorithms that a file may name."""
 MAKERS = {**NETWORKS, "in_units": in_units}  # functions that make networks
 FUNCTIONS = {name: getattr(jax.nn, name) for name in ("relu", "gelu", "silu", "elu", "selu", "celu", "leaky_relu", "softplus")}
