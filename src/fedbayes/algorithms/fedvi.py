@@ -47,7 +47,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from fedbayes import trees
-from fedbayes.algorithm import Data, Lengths, Mean, NetworkAlgorithm, Params, Sum, fact, setting
+from fedbayes.algorithm import Data, Mean, NetworkAlgorithm, Params, Sum, fact, setting
 from fedbayes.errors import UserError
 from fedbayes.models import Categorical, Model, mlp
 from fedbayes.models.beliefs import Beliefs, Marginals, together
@@ -131,9 +131,9 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """q(β): a product over rows, with their labels where there are any; or the paper's, of a mean over rows without labels."""
     rank: int = setting(32, least=1)
     """Experts: local features, at most; a network with no more features has as many."""
-    steps: int = setting(10, least=1, choose=Lengths((0, 1, 10)))
-    """Experts: steps towards the mode of β in `adapt`; 1 is what training does, and exact for numbers."""
-    temperature: float = setting(1.0, least=0, choose=(0.0, 0.0, 1.0))
+    steps: int = setting(10, least=1)
+    """Experts: steps towards the mode of β in `adapt`; training takes 1, which is exact for numbers."""
+    temperature: float = setting(1.0, least=0, choose=(1.0, 0.0, 1.0))
     """Experts: what multiplies q's covariance in `adapt`; 0 is the mode alone."""
     local: float = setting(0.2, above=0, below=1, which="is a share of the features")
     """Mean: share of the embedding's features, the last of them, that are local."""
@@ -141,7 +141,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """Hidden layers of the posterior constructor."""
     tau: float = setting(1e-3, least=0, which="weighs a divergence")
     """τ, the weight of KL(q(β) ‖ r(β)); 1 is Bayes' rule for the rows of a batch."""
-    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=(0.0, 0.5, 1.0, 2.0, 4.0, 8.0))
+    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=(1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
     """σ0, the deviation of r(β); with experts it multiplies the learnt ones. None: √(2/(local features + outputs)), or 1."""
     mean_scale: float = 0.1
     """Mean: c_μ."""
@@ -341,8 +341,13 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
 
     @property
     def choices(self) -> dict[str, tuple[float, ...]]:
-        """σ0, steps and temperature; nothing in the paper's form."""
+        """σ0 and temperature; nothing in the paper's form."""
         return super().choices if self.form == "experts" else {}
+
+    @property
+    def first_candidate(self) -> str:
+        """The posterior under the prior that was learnt."""
+        return "the learnt prior"
 
     def _loss(self, lam: Any, key: PRNGKeyArray, batch: Data) -> Float[Array, ""]:
         for_theta, key = jax.random.split(key)
