@@ -59,6 +59,10 @@ from fedbayes.primitives.own_layer import Layer, Own
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
 
 
+WIDTHS = (1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""σ0 among which the federation chooses; the first, with which training learns s, is kept where none is ahead of it."""
+
+
 class Sizes(NamedTuple):
     """Features that all clients share, features of their own, and outputs."""
 
@@ -141,7 +145,7 @@ class FedVI(NetworkAlgorithm[Server, Local, Down, Up]):
     """Hidden layers of the posterior constructor."""
     tau: float = setting(1e-3, least=0, which="weighs a divergence")
     """τ, the weight of KL(q(β) ‖ r(β)); 1 is Bayes' rule for the rows of a batch."""
-    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=(1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
+    sigma0: float | None = setting(1.0, above=0, which="is a standard deviation", choose=WIDTHS)
     """σ0, the deviation of r(β); with experts it multiplies the learnt ones. None: √(2/(local features + outputs)), or 1."""
     mean_scale: float = 0.1
     """Mean: c_μ."""
