@@ -34,7 +34,7 @@ from fedbayes.data import Clients
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "newcomers.md"
 OUT = Path(__file__).with_suffix(".jsonl")
 MODES = {"5": "adapted:5", "20": "adapted:20", "all": "adapted"}
-METHODS = ("fedavg", "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture")
+METHODS = ("fedavg", "fedper", "fedpop", "bpfed", "fedvi", "fedhb-niw", "fedhb-mixture", "bayes-admm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +141,9 @@ def figures(summary: Any, group: str) -> dict[str, dict[str, float]]:
     }
 
 
-def rows() -> dict[tuple[str, str, int], dict[str, Any]]:
+def rows(out: Path = OUT) -> dict[tuple[str, str, int], dict[str, Any]]:
     """The last figures of each cell."""
-    lines = [json.loads(line) for line in OUT.read_text().splitlines()] if OUT.exists() else []
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     return {(one["set"], one["method"], one["seed"]): one for one in lines}
 
 
@@ -218,6 +218,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--again", action="store_true", help="run cells that have figures too")
+    parser.add_argument("--out", type=Path, default=OUT, help="where figures are appended; --report reads the default")
     parser.add_argument("--report", action="store_true", help="write docs/results/newcomers.md")
     options = parser.parse_args()
     if options.report:
@@ -225,11 +226,11 @@ def main() -> int:
     for seed in options.seeds:
         for name in options.sets:
             for method in options.methods:
-                if (name, method, seed) in rows() and not options.again:
+                if (name, method, seed) in rows(options.out) and not options.again:
                     continue
                 found = cell(name, method, seed)
                 jax.clear_caches()  # what was compiled for a cell serves no other
-                with OUT.open("a") as file:
+                with options.out.open("a") as file:
                     file.write(json.dumps(found) + "\n")
                 if "refused" in found:
                     print(f"{name:10}{method:16}seed {seed}  refused: {found['refused']}", flush=True)

@@ -44,7 +44,7 @@ def flat(tree):
 
 
 def test_the_posterior_of_linear_regression_is_exact(regression, model):
-    algorithm = fb.BayesADMM(model, temperature=1.0, train=fb.Training(epochs=60, batch=50, lr=0.1))
+    algorithm = fb.BayesADMM(model, temperature=1.0, rho=1.0, train=fb.Training(epochs=60, batch=50, lr=0.1))
     q = fb.simulate(algorithm, regression, 40, modes=("global",), choose=False).simulation.state.start
     mean, precision = posterior(regression)
     right = np.diag(precision)
@@ -62,6 +62,7 @@ def test_one_round_is_enough_where_weights_do_not_depend_on_each_other(model):
     algorithm = fb.BayesADMM(
         fixed,
         temperature=1.0,
+        rho=1.0,
         gamma=1.0,
         steps=Ivon(momentum=0.5, memory=0.998),
         train=fb.Training(epochs=3000, batch=50, lr=0.1),

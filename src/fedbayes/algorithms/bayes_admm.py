@@ -89,8 +89,9 @@ class BayesADMM(NetworkAlgorithm[Server, Local, Down, Up]):
     """Whether all precisions stay s_0 and weights have no noise: FedLap."""
     temperature: float = setting(0.1, above=0)
     """τ."""
-    rho: float = setting(1.0, above=0)
-    """ρ, weight of a client's divergence from q̄."""
+    rho: float | None = setting(None, above=0)
+    """ρ, weight of a client's divergence from q̄. None: max(.1, 4/K). With 1 a client moves q̄ by its share of all rows, which
+    many clients make small; with less than about 4/K clients of different kinds can drive precisions apart."""
     gamma: float = setting(0.3, above=0, most=1)
     """γ, how far a site moves in a round."""
     alpha: float | None = setting(1.0, least=0, most=1)
@@ -138,14 +139,14 @@ class BayesADMM(NetworkAlgorithm[Server, Local, Down, Up]):
 
     def client(self, key: PRNGKeyArray, down: Down, local: Local, data: Data) -> tuple[Up, Local]:
         """q_k by IVON from where q̄ is, and λ_k."""
-        prior = jax.tree.map(lambda q, site: q - site / self.rho, down.q, local.site)
-        weight = rows(data) / (self.temperature * self.rho)
+        prior = jax.tree.map(lambda q, site: q - site / self._rho, down.q, local.site)
+        weight = rows(data) / (self.temperature * self._rho)
         how = (self.steps, self.train, down.lr)
         q, loss = ivon.fit(self._loss, down.start, prior, weight, *how, key, data, self.prior, noisy=not self.isotropic)
         found = ivon.natural(q)
         if not self.sites:
             return Up(found, jax.tree.map(jnp.zeros_like, found), jnp.float32(1), loss), local
-        change = jax.tree.map(lambda new, old: self.gamma * self.rho * (new - old), found, down.q)
+        change = jax.tree.map(lambda new, old: self.gamma * self._rho * (new - old), found, down.q)
         return Up(found, change, jnp.float32(1), loss), Local(jax.tree.map(jnp.add, local.site, change))
 
     def server(self, key: PRNGKeyArray, server: Server, down: Down, up: Up) -> Server:
@@ -195,12 +196,16 @@ class BayesADMM(NetworkAlgorithm[Server, Local, Down, Up]):
     def _alpha(self) -> float:
         if not self.sites:
             return 0.0
-        return 1 / (1 + self.rho * self._known[0]) if self.alpha is None else self.alpha
+        return 1 / (1 + self._rho * self._known[0]) if self.alpha is None else self.alpha
+
+    @property
+    def _rho(self) -> float:
+        return max(0.1, 4 / self._known[0]) if self.rho is None else self.rho
 
     @property
     def _begin(self) -> float:
         clients, rows = self._known
-        return self.curvature * rows / (clients * self.temperature * self.rho)
+        return self.curvature * rows / (clients * self.temperature * self._rho)
 
     @property
     def _known(self) -> tuple[int, int]:

@@ -364,7 +364,15 @@ def corrected(sampler: Sampler, rounds: int = ROUNDS, least: int = 1) -> Correct
 
 
 def mended(sampler: Sampler, draws: Callable[[], Tilted] | None, rounds: int = ROUNDS) -> Corrected | None:
-    """Weighted draws from the silos' factors, if they can be believed, and else by adaptive rounds, if latents are few."""
-    if draws is not None and (found := draws()).mixed and (by_factors := sampler.from_factors(found)).enough:
-        return by_factors
+    """Weighted draws from the silos' factors, if they can be believed, and else by adaptive rounds, if latents are few.
+
+    Factors are Gaussian: where a scale touches 0 they lack the tail of its logarithm, and weights cannot tell of points that
+    are missing. So a round with points in the tails follows, unless no more rounds are allowed.
+    """
+    if draws is not None and (found := draws()).mixed:
+        by_factors = sampler.from_factors(found)
+        if by_factors.enough and sampler.rounds < rounds:
+            by_factors = sampler.round()
+        if by_factors.enough:
+            return by_factors
     return corrected(sampler, rounds, least=min(2, rounds)) if np.size(sampler.q.mean) <= MOST else None
