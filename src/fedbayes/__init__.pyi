@@ -11,6 +11,7 @@ from fedbayes.algorithm import Stack as Stack
 from fedbayes.algorithm import StructuredAlgorithm as StructuredAlgorithm
 from fedbayes.algorithm import Sum as Sum
 from fedbayes.algorithms.apfl import APFL as APFL
+from fedbayes.algorithms.bayes_admm import BayesADMM as BayesADMM
 from fedbayes.algorithms.bpfed import BPFed as BPFed
 from fedbayes.algorithms.ditto import Ditto as Ditto
 from fedbayes.algorithms.ensemble import Ensemble as Ensemble
