@@ -179,7 +179,10 @@ def test_short_arrays_for_few_rows_change_nothing(algorithm, different, monkeypa
 
 
 def test_a_federation_has_a_budget_of_draws():
-    assert [Plan(np.arange(count), 8).repeats for count in (1, 2, 3, 6, 10)] == [3, 3, 2, 1, 1]
+    plans = [Plan.of(fb.FedAvg(linear((4,), Categorical(2))), 0, np.arange(5 * count), 10) for count in (2, 3, 6, 10)]
+    assert [plan.repeats for plan in plans] == [3, 2, 1, 1]
+    numbers = Plan.of(fb.FedPop(linear((4,), fb.models.Normal(scale=None))), 0, np.arange(50), 10)
+    assert numbers.repeats == 3  # what is a property of the population is told by every draw
 
 
 def test_a_property_of_the_population_is_one_choice_and_may_lie_between_candidates():

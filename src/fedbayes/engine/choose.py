@@ -102,11 +102,19 @@ def chosen(algorithm: AnyNetwork, choice: Choice | None, count: Float[Array, ""]
     return settled(algorithm, dict(zip(choice.names, values, strict=True)))
 
 
+def of_population(algorithm: AnyNetwork) -> bool:
+    """Whether all that is chosen are properties of the population, the same for all numbers of rows."""
+    return all(isinstance(algorithm.choices[name], OfPopulation) for name in candidates(algorithm).names)
+
+
 class Plan(NamedTuple):
     """Participants who do not train until a round, after which the choice is made."""
 
     newcomers: np.ndarray
     until: int
+    repeats: int
+    """How often each newcomer draws rows of each size: as often as it may where what is chosen is a property of the population,
+    of which every draw of few rows tells something."""
 
     @classmethod
     def of(cls, algorithm: AnyNetwork, seed: int, participants: np.ndarray, rounds: int) -> Plan | None:
@@ -115,12 +123,8 @@ class Plan(NamedTuple):
         count = min(NEWCOMERS, max(1, round(SHARE * len(participants))))
         if rounds < LEAST or len(participants) <= count or count < ENOUGH or not candidates(algorithm).names:
             return None
-        return cls(steps.take_part(seed, 0, participants, count), round(WHEN * rounds))
-
-    @property
-    def repeats(self) -> int:
-        """How often each newcomer draws rows of each size."""
-        return min(REPEATS, max(1, round(DRAWS / len(self.newcomers))))
+        repeats = REPEATS if of_population(algorithm) else min(REPEATS, max(1, round(DRAWS / count)))
+        return cls(steps.take_part(seed, 0, participants, count), round(WHEN * rounds), repeats)
 
     def training(self, round: int, participants: np.ndarray) -> np.ndarray:
         """The participants that may train in a round."""
@@ -335,7 +339,7 @@ def decided(algorithm: AnyNetwork, told: Up, repeats: int = REPEATS, newcomers: 
         kept = Choice(settings.names, np.tile(np.asarray(own, np.float32), (len(SIZES), 1)))
         gain, error, scored = np.zeros((3, len(SIZES)))
         return Chosen(kept, gain, error, scored, algorithm.first_candidate)
-    pooled = all(isinstance(algorithm.choices[name], OfPopulation) for name in settings.names)
+    pooled = of_population(algorithm)
     if pooled:
         score, square, count = (np.broadcast_to(part.sum(axis=0), part.shape) for part in (score, square, count))
         known = np.arange(len(SIZES))
