@@ -154,6 +154,7 @@ def report() -> int:
         common.put(PAGE, section, differences(known, group))
     common.put(PAGE, "accuracy", levels(known, ("accuracy", "rmse")))
     common.put(PAGE, "calibration", levels(known, ("ece", "coverage")))
+    common.put(PAGE, "calibration of participants", levels(known, ("ece", "coverage"), "participating"))
     ran = {key: one for key, one in known.items() if "refused" not in one}
     newcomers_evidence.update(SETS, ran)  # for fedbayes advise
     return 0
@@ -178,15 +179,15 @@ def differences(known: dict[tuple[str, str, int], dict[str, Any]], group: str) -
     return "\n".join(lines)
 
 
-def levels(known: dict[tuple[str, str, int], dict[str, Any]], metrics: tuple[str, ...]) -> str:
-    """One of these metrics of unseen clients, whichever a set has."""
+def levels(known: dict[tuple[str, str, int], dict[str, Any]], metrics: tuple[str, ...], group: str = "unseen") -> str:
+    """One of these metrics of a group of clients, whichever a set has."""
     lines = ["| | rows | metric | " + " | ".join(METHODS) + " | seeds |", "|---" * (len(METHODS) + 4) + "|"]
     for name, of, seeds, label, mode in cells(known):
-        metric = next(one for one in metrics if one in known[name, "fedavg", seeds[0]]["unseen"][mode])
+        metric = next(one for one in metrics if one in known[name, "fedavg", seeds[0]][group][mode])
         found = []
         for method in METHODS:
             ran = [one for seed in seeds if (one := known.get((name, method, seed))) and "refused" not in one]
-            found.append(common.spread([one["unseen"][mode][metric] for one in ran], 3))
+            found.append(common.spread([one[group][mode][metric] for one in ran], 3))
         lines.append(f"| {of.title} | {label} | {metric} | {' | '.join(found)} | {len(seeds)} |")
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ from fedbayes.errors import UserError
 
 EVIDENCE = Path(__file__).with_name("evidence.json")
 BASELINE = "fedavg"
-BAYESIAN = ("fedhb-niw", "fedhb-mixture", "fedvi", "bpfed", "pfedbayes", "fedpop", "fedpa", "fedbe")
+BAYESIAN = ("fedhb-niw", "fedhb-mixture", "fedvi", "bpfed", "pfedbayes", "bayes-admm", "fedpop", "fedpa", "fedbe")
 """Methods with a posterior of parameters."""
 UNLABELLED = ("fedvi",)
 """Methods whose `adapt` reads no labels."""
