@@ -33,7 +33,7 @@ from fedbayes.evaluation.assess import assess
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "choice.md"
 OUT = Path(__file__).with_suffix(".jsonl")
 WIDTHS, WIDTH_SEEDS = (0.2, 0.5, 1.0), tuple(range(10))
-SETS = ("digits", "heart", "adult", "hours", "spread")
+SETS = ("digits", "adult", "hours", "spread", "chars", "writers", "fashion")
 METHODS = ("fedavg", "fedpop", "fedhb-niw", "bpfed")
 FACTOR = 1.5
 """A chosen width is right within this factor of the true one."""
@@ -42,11 +42,12 @@ FACTOR = 1.5
 class Trained:
     """A run round by round, with the seconds of each and of choosing, which is done twice: with compilation, and after."""
 
-    def __init__(self, algorithm: Any, clients: Clients, rounds: int, seed: int) -> None:
+    def __init__(self, algorithm: Any, clients: Clients, rounds: int, seed: int, cohort: int | None = None) -> None:
         self.algorithm = algorithm.planned(rounds, **clients.facts)
         self.plan = Plan.of(self.algorithm, seed, clients.participants, rounds)
         assert self.plan is not None
-        self.simulation = fb.Simulation(self.algorithm, clients, seed=seed, plan=self.plan)
+        self.simulation = fb.Simulation(self.algorithm, clients, seed=seed, plan=self.plan, cohort=cohort)
+        self.cohort = cohort
         self.rounds: list[float] = []
         self.choosing: list[float] = []
         for round in range(1, rounds + 1):
@@ -66,7 +67,8 @@ class Trained:
         assert self.plan is not None
         example, clients = self.simulation.data.example, len(self.simulation.data.participants)
         late = len(self.plan.newcomers)
-        answers = clients * len(self.rounds) - late * self.plan.until
+        answers = clients * len(self.rounds) - late * self.plan.until if self.cohort is None else self.cohort * len(self.rounds)
+        share = 1.0 if self.cohort is None else self.cohort / clients
         sent = {one: sum(leaf.bytes for leaf in wire.manifest(one, example) if leaf.message == "up") for one in self._both}
         choosing, training = (sent[one] for one in self._both)
         return {
@@ -77,7 +79,7 @@ class Trained:
             "bytes": late * choosing,
             "train bytes": answers * training,
             "own bytes": choosing,
-            "own train bytes": (len(self.rounds) - self.plan.until) * training,
+            "own train bytes": (len(self.rounds) - self.plan.until) * share * training,
         }
 
     @property
@@ -103,7 +105,7 @@ def regret(name: str, method: str, seed: int) -> dict[str, Any]:
     """Log scores of newcomers with each candidate and with the chosen ones; and the cost of choosing."""
     of = newcomers.SETS[name]
     clients = of.load(seed)
-    run = Trained(newcomers.built(of, clients, method), clients, of.rounds, seed)
+    run = Trained(newcomers.built(of, clients, method), clients, of.rounds, seed, of.cohort)
     names, values = candidates(run.algorithm)
     every = [np.tile(np.asarray(one, np.float32), (len(LABELS), 1)) for one in values]
     began = time.perf_counter()
