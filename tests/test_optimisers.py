@@ -257,8 +257,8 @@ methods = pytest.mark.parametrize(
 
 
 def test_every_method_whose_server_takes_a_mean_has_a_server_step():
-    """Over clients, the others are closed-form M-steps of FedHB, and FedBE's distillation of sampled models."""
-    assert set(names("clients")) - set(STEPPED) - set(OWN) == {"fedhb-niw", "fedhb-mixture", "fedbe"}
+    """Over clients, the others are closed-form: M-steps of FedHB, FedBE's distillation and the product of BayesADMM's sites."""
+    assert set(names("clients")) - set(STEPPED) - set(OWN) == {"fedhb-niw", "fedhb-mixture", "fedbe", "bayes-admm"}
 
 
 def with_step(algorithm, optimiser, lr=1.0):
