@@ -55,11 +55,8 @@ from fedbayes.primitives import gaussian
 from fedbayes.primitives.gaussian import MeanField
 from fedbayes.primitives.mean_layer import MeanLayer, Posterior
 from fedbayes.primitives.optimisers import Optimiser, ServerStep
-from fedbayes.primitives.own_layer import Layer, Own
+from fedbayes.primitives.own_layer import WIDTHS, Layer, Own
 from fedbayes.primitives.training import Training, descend, mean_loss, rows
-
-WIDTHS = (1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""σ0 among which the federation chooses; the first, with which training learns s, is kept where none is ahead of it."""
 
 
 class Sizes(NamedTuple):

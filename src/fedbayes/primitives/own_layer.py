@@ -23,6 +23,8 @@ from fedbayes.primitives import experts
 from fedbayes.primitives.experts import Effects
 from fedbayes.primitives.training import in_blocks, labelled, masked_mean, unlabelled
 
+WIDTHS = (1.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""σ0 among which the federation chooses; the first, with which training learns s, is kept where none is ahead of it."""
 START, RATE = 0.5, 4.0
 """s at the start; and by how much faster log s moves than other parameters."""
 QUIET = 2.0
