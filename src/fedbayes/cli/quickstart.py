@@ -37,7 +37,7 @@ STUDY = parse(
         "model": "mlp:64",
         "modes": ["global", "adapted:5", "adapted:20", "adapted"],
         "data": {"digits": {"partition": "labels:3", "clients": 40, "hold_out": 30, "test": 0.4}},
-        "methods": {"fedavg": {}, "fedpop": {}, "fedhb-niw": {}},
+        "methods": {"fedavg": {}, "fedvi": {}, "fedhb-niw": {}},
     }
 )
 """Every method at its defaults. Digits are easy, so few clients with few rows train: what FedAvg then shares has something to
@@ -45,7 +45,7 @@ gain from 5 rows, more from 20, and is right in less than nine of ten rows befor
 TARGET = 0.9
 """The share of answers that are to be right where a method may abstain."""
 ANSWERED = "answered %"
-MORE = ("bpfed", "fedper", "fedvi", "fedhb-mixture")
+MORE = ("bpfed", "fedper", "fedpop", "fedhb-mixture", "bayes-admm")
 """Methods that two minutes are too short for."""
 SCHOOLS = Path(__file__).parents[3] / "examples" / "eight_schools.py"
 """Where a clone has it; an installed package has no examples."""
